@@ -1,0 +1,74 @@
+"""The full cache: exact keys and values of every loop, and the exact parallel pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from hla_jax.attention.parallel import exact_attention
+from hla_jax.attention.scheme import Cache, Maps, Scheme, Shape, Transform, put_one, put_tokens
+from hla_jax.config import OuroConfig
+from hla_jax.kernels.latent_decode.reference import latent_decode
+from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, rotate
+from hla_jax.models.ouro import LayerInputs, Stage
+
+
+def rotate_qk(
+    config: OuroConfig, inputs: LayerInputs, positions: Int[Array, "B S"]
+) -> tuple[Array, Array]:
+    """Rotated queries and keys of one layer."""
+    frequencies = inverse_frequencies(config.head_dim, config.rope_theta, accumulation_dtype(inputs.q.dtype))
+    return rotate(inputs.q, positions, frequencies), rotate(inputs.k, positions, frequencies)
+
+
+def exact_stages(
+    config: OuroConfig, positions: Int[Array, "B S"], segments: Int[Array, "B S"] | None = None
+) -> Sequence[Stage]:
+    """One exact parallel pass that keeps nothing: attention of training, scoring and the reference."""
+
+    def attend(state: Any, inputs: LayerInputs) -> tuple[Array, Any]:
+        q, k = rotate_qk(config, inputs, positions)
+        return exact_attention(q, k, inputs.v, segments), state
+
+    return [Stage(range(config.num_loops), attend)]
+
+
+@dataclasses.dataclass(frozen=True)
+class FullCache(Scheme):
+    """Rotated keys and values of every loop and layer, slot t * L + l: 2 T L G dh numbers a token."""
+
+    def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+        slots = config.num_loops * config.num_layers
+        return dict.fromkeys(("k", "v"), (slots, config.num_kv_heads, config.head_dim))
+
+    def prefill(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]) -> Transform:
+        positions = jnp.arange(tokens)[None]
+
+        def attend(buffers: dict[str, Array], inputs: LayerInputs) -> tuple[Array, dict[str, Array]]:
+            q, k = rotate_qk(config, inputs, positions)
+            slot = inputs.loop * config.num_layers + inputs.layer
+            buffers = {"k": put_tokens(buffers["k"], slot, k), "v": put_tokens(buffers["v"], slot, inputs.v)}
+            return exact_attention(q, k, inputs.v), buffers
+
+        return Transform([Stage(range(config.num_loops), attend)], cache.buffers, lambda buffers: Cache(buffers, lengths))
+
+    def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
+        position = cache.lengths
+
+        def attend(buffers: dict[str, Array], inputs: LayerInputs) -> tuple[Array, dict[str, Array]]:
+            q, k = rotate_qk(config, inputs, position[:, None])
+            slot = inputs.loop * config.num_layers + inputs.layer
+            buffers = {"k": put_one(buffers["k"], slot, k[:, 0], position),
+                       "v": put_one(buffers["v"], slot, inputs.v[:, 0], position)}
+            out, _, _ = latent_decode(q[:, 0], buffers["k"][slot], buffers["v"][slot], position + 1, config.head_dim**-0.5)
+            return out[:, None], buffers
+
+        return Transform([Stage(range(config.num_loops), attend)], cache.buffers, lambda buffers: Cache(buffers, position + 1))
+
+    def swapped(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
+        """Every token reads exact keys and values, so this is the exact pass."""
+        return Transform(exact_stages(config, jnp.arange(tokens)[None]), None, lambda _: cache)

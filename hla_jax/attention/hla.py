@@ -1,0 +1,245 @@
+"""Hybrid Latent Attention (arXiv:2610.07940): one latent a token that every loop reads directly, and an exact window.
+
+A token's main latent c = sum_{t>=2} E_t h_t (Eq. 2) serves loops 2 .. T, its loop-1 latent serves loop 1. Loop t scores the stored
+key part with A_t^T q and maps the weighted sum of the value part back with B_t (Eqs. 3 and 4). Nothing is rebuilt.
+
+Shapes: B batch, S tokens, C capacity, d hidden size, T loops, H heads, dh head size; ranks rk, rv of the main latent, r1 of each half of
+the loop-1 latent. Code counts loops from 0, so the main latent's maps of loop t are at index t - 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from hla_jax.attention import window
+from hla_jax.attention.full import rotate_qk
+from hla_jax.attention.parallel import exact_attention, hybrid_attention
+from hla_jax.attention.scheme import Cache, Maps, Scheme, SchemeError, Shape, Transform, put_one, put_tokens
+from hla_jax.config import OuroConfig
+from hla_jax.kernels.latent_decode.reference import latent_decode
+from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, linear, rotate
+from hla_jax.models.ouro import LayerInputs, Stage
+
+Buffers = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class HLA(Scheme):
+    """Sizes of Hybrid Latent Attention: rk + rv + 2 r1 numbers a token and layer, and 2 T G dh W a sequence and layer.
+
+    Attributes:
+      rank_k: rk, key part of the main latent; a multiple of the head size, since every rotary frequency gets as many pairs.
+      rank_v: rv, value part of the main latent.
+      rank_loop1: r1, key part and value part of the loop-1 latent; a multiple of the head size.
+      window: W, recent tokens read exactly (besides the token itself).
+      pair_frequency: optional frequency index of each of the rk/2 latent pairs, instead of pair p having p mod (dh/2).
+      pair_frequency_loop1: the same for the r1/2 pairs of the loop-1 latent.
+    """
+
+    interchange = "hla"
+
+    rank_k: int
+    rank_v: int
+    rank_loop1: int
+    window: int
+    pair_frequency: tuple[int, ...] | None = None
+    pair_frequency_loop1: tuple[int, ...] | None = None
+
+    def check(self, config: OuroConfig) -> None:
+        loops, heads, size = config.num_loops, config.num_kv_heads, config.head_dim
+        if loops < 2:
+            raise SchemeError(f"HLA needs at least 2 loops: the main latent serves loops 2 .. T; the model has {loops}")
+        if self.window < 0:
+            raise SchemeError(f"window must be at least 0, found {self.window}")
+        for name, rank, directions in (("rank_k", self.rank_k, (loops - 1) * heads), ("rank_loop1", self.rank_loop1, heads)):
+            if rank < size or rank % size:
+                raise SchemeError(f"{name} must be a positive multiple of head_dim {size}, so that every rotary frequency gets "
+                                  f"the same number of latent pairs; found {rank}")
+            if rank > directions * size:
+                raise SchemeError(f"{name} must be at most {directions * size}, the full rank of the keys it stands for; found {rank}")
+        full = (loops - 1) * heads * size
+        if not 1 <= self.rank_v <= full:
+            raise SchemeError(f"rank_v must be in 1 .. {full}, the full rank of the values of loops 2 .. {loops}; found {self.rank_v}")
+        for name, pairs, rank, most in (("pair_frequency", self.pair_frequency, self.rank_k, (loops - 1) * heads),
+                                        ("pair_frequency_loop1", self.pair_frequency_loop1, self.rank_loop1, heads)):
+            if pairs is None:
+                continue
+            if len(pairs) != rank // 2:
+                raise SchemeError(f"{name} must have one entry per latent pair, {rank // 2}; found {len(pairs)}")
+            if min(pairs) < 0 or max(pairs) >= size // 2:
+                raise SchemeError(f"{name} must index the {size // 2} rotary frequencies, found {min(pairs)} .. {max(pairs)}")
+            if (largest := int(np.bincount(pairs).max())) > most:
+                raise SchemeError(f"{name} gives one frequency {largest} pairs, more than the {most} key pairs it has")
+
+    def map_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+        rest, heads, size, d = config.num_loops - 1, config.num_heads, config.head_dim, config.hidden_size
+        return {
+            "write_k": (rest, self.rank_k, d),
+            "write_v": (rest, self.rank_v, d),
+            "write_k1": (self.rank_loop1, d),
+            "write_v1": (self.rank_loop1, d),
+            "read_q": (rest, heads, size, self.rank_k),
+            "read_o": (rest, heads, self.rank_v, size),
+            "read_q1": (heads, size, self.rank_loop1),
+            "read_o1": (heads, self.rank_loop1, size),
+        }
+
+    def window_tokens(self) -> int:
+        return self.window
+
+    def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+        layers = config.num_layers
+        return {"latent_k": (layers, self.rank_k), "latent_v": (layers, self.rank_v),
+                "latent_k1": (layers, self.rank_loop1), "latent_v1": (layers, self.rank_loop1)}
+
+    def prefill(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]) -> Transform:
+        """The main latent is summed over the loops in the cache's own buffers, so a prompt needs no more memory than its cache
+        and the keys and values of one layer at one loop."""
+        positions = jnp.arange(tokens)[None]
+
+        def attend_first(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+            latent_k, latent_v = self.write_first(config, maps, inputs, positions)
+            buffers = buffers | {"latent_k1": put_tokens(buffers["latent_k1"], inputs.layer, latent_k),
+                                 "latent_v1": put_tokens(buffers["latent_v1"], inputs.layer, latent_v)}
+            return attend(buffers, inputs)
+
+        def attend_rest(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+            add = lambda buffer, part: put_tokens(buffer, inputs.layer, buffer[inputs.layer, :, :tokens] + part)
+            part_k, part_v = self.write_rest(maps, inputs)
+            buffers = buffers | {"latent_k": add(buffers["latent_k"], part_k), "latent_v": add(buffers["latent_v"], part_v)}
+            return attend(buffers, inputs)
+
+        def attend(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+            q, k = rotate_qk(config, inputs, positions)
+            return exact_attention(q, k, inputs.v), window.keep_prompt(buffers, inputs, k, lengths)
+
+        def finish(buffers: Buffers) -> Cache:
+            turn = lambda layer, buffer: put_tokens(
+                buffer, layer, self.rotate_main(config, buffer[layer, :, :tokens, None], positions)[:, :, 0])
+            rotated = jax.lax.fori_loop(0, config.num_layers, turn, buffers["latent_k"])
+            return Cache(buffers | {"latent_k": rotated}, lengths)
+
+        return Transform(_stages(config, attend_first, attend_rest), cache.buffers, finish)
+
+    def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
+        position = cache.lengths
+        far = jnp.maximum(position - self.window, 0)
+        scale = config.head_dim**-0.5
+        batch, wide = position.shape[0], accumulation_dtype(cache.buffers["latent_k"].dtype)
+        sums = {"sum_k": jnp.zeros((config.num_layers, batch, self.rank_k), wide),
+                "sum_v": jnp.zeros((config.num_layers, batch, self.rank_v), wide)}
+
+        def attend_first(state: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+            latent_k, latent_v = self.write_first(config, maps, inputs, position[:, None])
+            state = state | {"latent_k1": put_one(state["latent_k1"], inputs.layer, latent_k[:, 0], position),
+                             "latent_v1": put_one(state["latent_v1"], inputs.layer, latent_v[:, 0], position)}
+            query = self.query_first(config, maps, inputs, position[:, None])
+            out, state = attend(state, inputs, query, "latent_k1", "latent_v1", maps["read_o1"][inputs.layer])
+            return out, state
+
+        def attend_rest(state: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+            part_k, part_v = self.write_rest(maps, inputs)
+            state = state | {"sum_k": state["sum_k"].at[inputs.layer].add(part_k[:, 0].astype(wide)),
+                             "sum_v": state["sum_v"].at[inputs.layer].add(part_v[:, 0].astype(wide))}
+            query = self.query_rest(config, maps, inputs, position[:, None])
+            return attend(state, inputs, query, "latent_k", "latent_v", maps["read_o"][inputs.layer, inputs.loop - 1])
+
+        def attend(state: Buffers, inputs: LayerInputs, query: Array, keys: str, values: str, read: Array) -> tuple[Array, Buffers]:
+            q, k = rotate_qk(config, inputs, position[:, None])
+            latent, exact, _ = latent_decode(
+                query[:, 0], state[keys][inputs.layer][:, :, None], state[values][inputs.layer][:, :, None], far, scale,
+                window.read(state, inputs, q, k, position))
+            return output(latent[:, None], read) + exact[:, None], window.push(state, inputs, k, position)
+
+        def finish(state: Buffers) -> Cache:
+            # Complete only now, after the last loop: stored once, its key part rotated once.
+            each_layer = jnp.arange(config.num_layers)[:, None]
+            sequence = jnp.arange(batch)[None]
+            rotated = self.rotate_main(config, jnp.moveaxis(state["sum_k"], 0, 1)[:, None], position[:, None])[:, 0]
+            store = lambda name, value: state[name].at[each_layer, sequence, position[None]].set(value.astype(state[name].dtype))
+            buffers = {name: state[name] for name in cache.buffers}
+            return Cache(buffers | {"latent_k": store("latent_k", jnp.moveaxis(rotated, 1, 0)),
+                                    "latent_v": store("latent_v", state["sum_v"])}, position + 1)
+
+        return Transform(_stages(config, attend_first, attend_rest), cache.buffers | sums, finish)
+
+    def swapped(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
+        """Main latents come from the pass that filled the cache, loop-1 latents and the window from this pass (HLA, section 4.2)."""
+        positions = jnp.arange(tokens)[None]
+
+        def attend_first(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+            stored = self.write_first(config, maps, inputs, positions)
+            query = self.query_first(config, maps, inputs, positions)
+            return attend(inputs, query, *stored, maps["read_o1"][inputs.layer]), buffers
+
+        def attend_rest(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+            query = self.query_rest(config, maps, inputs, positions)
+            stored = buffers["latent_k"][inputs.layer], buffers["latent_v"][inputs.layer]
+            return attend(inputs, query, *stored, maps["read_o"][inputs.layer, inputs.loop - 1]), buffers
+
+        def attend(inputs: LayerInputs, query: Array, latent_k: Array, latent_v: Array, read: Array) -> Array:
+            q, k = rotate_qk(config, inputs, positions)
+            latent, exact = hybrid_attention(
+                (query, latent_k[:, :, None], latent_v[:, :, None]), (q, k, inputs.v), self.window)
+            return output(latent, read) + exact
+
+        return Transform(_stages(config, attend_first, attend_rest), cache.buffers, lambda _: cache)
+
+    # What the maps compute for one layer and loop.
+
+    def write_first(
+        self, config: OuroConfig, maps: Maps, inputs: LayerInputs, positions: Int[Array, "B S"]
+    ) -> tuple[Float[Array, "B S r1"], Float[Array, "B S r1"]]:
+        """Loop-1 latent E_1 h_1, its key part rotated."""
+        key = linear(inputs.h, maps["write_k1"][inputs.layer])
+        return self.rotate_first(config, key[:, :, None], positions)[:, :, 0], linear(inputs.h, maps["write_v1"][inputs.layer])
+
+    def write_rest(self, maps: Maps, inputs: LayerInputs) -> tuple[Float[Array, "B S rk"], Float[Array, "B S rv"]]:
+        """This loop's share E_t h_t of the main latent, not rotated."""
+        at = (inputs.layer, inputs.loop - 1)
+        return linear(inputs.h, maps["write_k"][at]), linear(inputs.h, maps["write_v"][at])
+
+    def query_first(self, config: OuroConfig, maps: Maps, inputs: LayerInputs, positions: Array) -> Float[Array, "B S H r1"]:
+        """Loop 1's rotated latent query."""
+        query = jnp.einsum("bshe,her->bshr", inputs.q, maps["read_q1"][inputs.layer])
+        return self.rotate_first(config, query.astype(inputs.q.dtype), positions)
+
+    def query_rest(self, config: OuroConfig, maps: Maps, inputs: LayerInputs, positions: Array) -> Float[Array, "B S H rk"]:
+        """Rotated latent query A_t^T q of loops 2 .. T (Eq. 3)."""
+        query = jnp.einsum("bshe,her->bshr", inputs.q, maps["read_q"][inputs.layer, inputs.loop - 1])
+        return self.rotate_main(config, query.astype(inputs.q.dtype), positions)
+
+    def rotate_main(self, config: OuroConfig, x: Float[Array, "B S N rk"], positions: Array) -> Float[Array, "B S N rk"]:
+        """Rotates main latents, or queries to them."""
+        return rotate_latent(config, x, positions, self.pair_frequency)
+
+    def rotate_first(self, config: OuroConfig, x: Float[Array, "B S N r1"], positions: Array) -> Float[Array, "B S N r1"]:
+        """Rotates loop-1 latents, or queries to them."""
+        return rotate_latent(config, x, positions, self.pair_frequency_loop1)
+
+
+def output(latent: Float[Array, "B S H rv"], read: Float[Array, "H rv dh"]) -> Float[Array, "B S H dh"]:
+    """B_t^T of the weighted sum of value latents (Eq. 4)."""
+    return jnp.einsum("bshr,hre->bshe", latent, read).astype(latent.dtype)
+
+
+def rotate_latent(
+    config: OuroConfig, x: Float[Array, "B S N r"], positions: Int[Array, "B S"], pair_frequency: tuple[int, ...] | None
+) -> Float[Array, "B S N r"]:
+    """Rotates a latent as r/dh blocks, each like one ordinary head (HLA, Appendix A)."""
+    *leading, heads, rank = x.shape
+    blocks = rank // config.head_dim
+    frequencies = inverse_frequencies(config.head_dim, config.rope_theta, accumulation_dtype(x.dtype))
+    if pair_frequency is not None:
+        frequencies = frequencies[jnp.asarray(pair_frequency)].reshape(blocks, -1)
+        frequencies = jnp.tile(frequencies, (heads, 1))
+    return rotate(x.reshape(*leading, heads * blocks, config.head_dim), positions, frequencies).reshape(x.shape)
+
+
+def _stages(config: OuroConfig, first, rest) -> list[Stage]:
+    return [Stage(range(1), first), Stage(range(1, config.num_loops), rest)]

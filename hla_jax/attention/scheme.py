@@ -1,0 +1,136 @@
+"""The contract of a cache scheme.
+
+A scheme is a frozen dataclass of static sizes. For a model's config it declares the maps it adds to every layer and the buffers of
+its cache, and it turns them into attention: a `Transform` of stages for `models.ouro.run` together with the state they carry and a
+`finish` that makes the next cache of that state. Nothing else in the package knows what a cache contains.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from hla_jax.config import OuroConfig
+from hla_jax.models.ouro import Stage
+
+Maps = Mapping[str, Array]
+Shape = tuple[int, ...]
+
+
+class SchemeError(ValueError):
+    """A scheme's sizes do not fit the model; the message says which rule they break."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Buffers of a scheme for a batch of sequences, and how many tokens each sequence has stored."""
+
+    buffers: dict[str, Array]
+    lengths: Int[Array, " B"]
+
+
+class Transform(NamedTuple):
+    """Attention of one forward pass: stages and their state for `models.ouro.run`, and the cache that the last state makes."""
+
+    stages: Sequence[Stage]
+    state: Any
+    finish: Callable[[Any], Cache]
+
+
+class Scheme(abc.ABC):
+    """What every cache scheme provides. Implementations are frozen dataclasses, hashable and static under `jax.jit`."""
+
+    interchange: ClassVar[str | None] = None
+    """Name of the scheme's maps and config entry in a checkpoint (`self_attn.<name>.*`, `<name>_config`); None if it has no maps."""
+
+    def check(self, config: OuroConfig) -> None:  # noqa: B027 (most schemes fit every model)
+        """Raises `SchemeError` if the sizes do not fit the model."""
+
+    def map_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+        """Shape of every map of one layer; stacked over layers in `Attention.params`."""
+        return {}
+
+    @abc.abstractmethod
+    def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+        """Buffers that grow with the tokens: name to (leading..., trailing...) around the [B, C] axes, see `cache_shapes`."""
+
+    def window_tokens(self) -> int:
+        """Recent tokens kept exactly, in every loop."""
+        return 0
+
+    def cache_shapes(self, config: OuroConfig, batch: int, capacity: int) -> dict[str, Shape]:
+        """Shape of every buffer: [slots, B, C, ...] for what grows with the tokens, [T, L, B, W, G, dh] for the window."""
+        shapes = {name: (slots, batch, capacity, *rest) for name, (slots, *rest) in self.token_shapes(config).items()}
+        if self.window_tokens():
+            window = (config.num_loops, config.num_layers, batch, self.window_tokens(), config.num_kv_heads, config.head_dim)
+            shapes |= {"window_k": window, "window_v": window}
+        return shapes
+
+    def init_cache(self, config: OuroConfig, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
+        """An empty cache for `capacity` tokens a sequence."""
+        self.check(config)
+        shapes = self.cache_shapes(config, batch, capacity)
+        return Cache({name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}, jnp.zeros(batch, jnp.int32))
+
+    def cache_bytes(self, config: OuroConfig, tokens: int, dtype: jnp.dtype) -> int:
+        """Bytes of one sequence's cache at a capacity of `tokens`."""
+        numbers = sum(math.prod(shape) for shape in self.cache_shapes(config, 1, tokens).values())
+        return numbers * jnp.dtype(dtype).itemsize
+
+    @abc.abstractmethod
+    def prefill(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]) -> Transform:
+        """Attention of the prompt: one exact pass over `tokens` right-padded tokens that fills an empty cache."""
+
+    @abc.abstractmethod
+    def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
+        """Attention of one new token per sequence, at position `cache.lengths`."""
+
+    @abc.abstractmethod
+    def swapped(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
+        """Attention of a parallel pass under the decoding rule, reading from a prefilled cache what decoding reads from the cache."""
+
+    def to_config(self) -> dict[str, Any]:
+        """The entry `<interchange>_config` of an exported `config.json`: the fields that are set."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items() if value is not None}
+
+    @classmethod
+    def from_config(cls, entry: Mapping[str, Any]) -> Scheme:
+        """The inverse of `to_config`. Raises `SchemeError` for missing, unknown or non-integer fields."""
+        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+        if (missing := required - entry.keys()) or (unknown := entry.keys() - fields.keys()):
+            raise SchemeError(f"{cls.interchange}_config: missing fields {sorted(missing)}" if missing
+                              else f"{cls.interchange}_config: unknown fields {sorted(unknown)}, expected {sorted(fields)}")
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """A scheme together with its maps, stacked over layers: name -> [L, ...]."""
+
+    scheme: Scheme = dataclasses.field(metadata={"static": True})
+    params: dict[str, Array] = dataclasses.field(default_factory=dict)
+
+
+def put_tokens(buffer: Array, slot: Array | int, value: Array, start: Array | int = 0) -> Array:
+    """Writes `value` [B, S, ...] at tokens start .. start+S-1 of `buffer[slot]` [B, C, ...], in place when the buffer is donated."""
+    value = value.astype(buffer.dtype)
+    zero = jnp.zeros((), jnp.int32)
+    starts = (jnp.asarray(slot, jnp.int32), zero, jnp.asarray(start, jnp.int32), *[zero] * (buffer.ndim - 3))
+    return jax.lax.dynamic_update_slice(buffer, value[None], starts)
+
+
+def put_one(buffer: Array, slot: Array | tuple[Array, Array], value: Array, index: Int[Array, " B"]) -> Array:
+    """Writes `value` [B, ...] at token `index[b]` of each sequence of `buffer[slot]` [B, C, ...]."""
+    slots = slot if isinstance(slot, tuple) else (slot,)
+    return buffer.at[(*slots, jnp.arange(value.shape[0]), index)].set(value.astype(buffer.dtype))

@@ -1,0 +1,87 @@
+"""Single-loop sharing: every loop reads the last loop's keys and values beyond a window of its own (baseline of the HLA paper)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from hla_jax.attention import window
+from hla_jax.attention.full import rotate_qk
+from hla_jax.attention.parallel import exact_attention, hybrid_attention
+from hla_jax.attention.scheme import Cache, Maps, Scheme, SchemeError, Shape, Transform, put_one, put_tokens
+from hla_jax.config import OuroConfig
+from hla_jax.kernels.latent_decode.reference import latent_decode
+from hla_jax.models.ouro import LayerInputs, Stage
+
+Buffers = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedLoop(Scheme):
+    """The last loop's keys and values of every token, and own ones of the last `window` tokens; `window=0` is final-loop reuse.
+
+    Stores 2 G dh numbers a token and layer, and 2 T G dh W a sequence and layer.
+    """
+
+    window: int
+
+    def check(self, config: OuroConfig) -> None:
+        if self.window < 0:
+            raise SchemeError(f"window must be at least 0, found {self.window}")
+
+    def window_tokens(self) -> int:
+        return self.window
+
+    def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+        return dict.fromkeys(("last_k", "last_v"), (config.num_layers, config.num_kv_heads, config.head_dim))
+
+    def prefill(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]) -> Transform:
+        positions = jnp.arange(tokens)[None]
+
+        def attend(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+            q, k = rotate_qk(config, inputs, positions)
+            return exact_attention(q, k, inputs.v), window.keep_prompt(buffers, inputs, k, lengths)
+
+        def attend_last(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+            _, k = rotate_qk(config, inputs, positions)
+            out, buffers = attend(buffers, inputs)
+            return out, buffers | {"last_k": put_tokens(buffers["last_k"], inputs.layer, k),
+                                   "last_v": put_tokens(buffers["last_v"], inputs.layer, inputs.v)}
+
+        return Transform(self._stages(config, attend, attend_last), cache.buffers, lambda buffers: Cache(buffers, lengths))
+
+    def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
+        position = cache.lengths
+
+        def attend(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+            q, k = rotate_qk(config, inputs, position[:, None])
+            far, near, _ = latent_decode(
+                q[:, 0], buffers["last_k"][inputs.layer], buffers["last_v"][inputs.layer], jnp.maximum(position - self.window, 0),
+                config.head_dim**-0.5, window.read(buffers, inputs, q, k, position))
+            return (far + near)[:, None], window.push(buffers, inputs, k, position)
+
+        def attend_last(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+            _, k = rotate_qk(config, inputs, position[:, None])
+            out, buffers = attend(buffers, inputs)
+            return out, buffers | {"last_k": put_one(buffers["last_k"], inputs.layer, k[:, 0], position),
+                                   "last_v": put_one(buffers["last_v"], inputs.layer, inputs.v[:, 0], position)}
+
+        return Transform(self._stages(config, attend, attend_last), cache.buffers,
+                         lambda buffers: Cache(buffers, position + 1))
+
+    def swapped(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
+        positions = jnp.arange(tokens)[None]
+
+        def attend(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+            q, k = rotate_qk(config, inputs, positions)
+            stored = (q, buffers["last_k"][inputs.layer], buffers["last_v"][inputs.layer])
+            far, near = hybrid_attention(stored, (q, k, inputs.v), self.window)
+            return far + near, buffers
+
+        return Transform(self._stages(config, attend, attend), cache.buffers, lambda _: cache)
+
+    def _stages(self, config: OuroConfig, attend, attend_last) -> list[Stage]:
+        last = config.num_loops - 1
+        return [Stage(range(last), attend), Stage(range(last, last + 1), attend_last)]

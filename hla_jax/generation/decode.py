@@ -1,0 +1,135 @@
+"""Prefill and decoding as jitted functions over pytrees: one exact pass over the prompts, then tokens through a cache.
+
+The cache is donated to every step and updated in place. Several tokens are decoded per dispatch, with no host synchronisation inside.
+Shapes: B sequences, S padded prompt tokens, C capacity of the cache, V vocabulary, N new tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from hla_jax.attention.scheme import Attention, Cache
+from hla_jax.config import OuroConfig
+from hla_jax.generation.sampling import Sampling, sample
+from hla_jax.models import ouro
+
+
+@functools.partial(jax.jit, static_argnames=("config", "capacity"))
+def prefill(
+    params: ouro.Params, config: OuroConfig, attention: Attention, tokens: Int[Array, "B S"], lengths: Int[Array, " B"], capacity: int
+) -> tuple[Float[Array, "B V"], Cache]:
+    """One exact pass over right-padded prompts. Returns the logits after each prompt's last token, and the filled cache."""
+    hidden, cache = prefill_hidden(params, config, attention, tokens, lengths, capacity)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    return ouro.logits(params, last), cache
+
+
+def prefill_hidden(
+    params: ouro.Params, config: OuroConfig, attention: Attention, tokens: Int[Array, "B S"], lengths: Int[Array, " B"], capacity: int
+) -> tuple[Float[Array, "B S d"], Cache]:
+    """As `prefill`, but returns the last loop's hidden state of every prompt token."""
+    if capacity < tokens.shape[1]:
+        raise ValueError(f"the cache holds {capacity} tokens a sequence, the prompts have {tokens.shape[1]}")
+    cache = attention.scheme.init_cache(config, tokens.shape[0], capacity, params["embed_tokens"].dtype)
+    transform = attention.scheme.prefill(config, attention.params, cache, tokens.shape[1], lengths)
+    hidden, state = ouro.run(params, config, tokens, transform.stages, transform.state)
+    return hidden, transform.finish(state)
+
+
+def step(
+    params: ouro.Params, config: OuroConfig, attention: Attention, cache: Cache, tokens: Int[Array, " B"]
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Decodes one token of every sequence through the cache. Returns the logits of the next one."""
+    transform = attention.scheme.decode(config, attention.params, cache)
+    hidden, state = ouro.run(params, config, tokens[:, None], transform.stages, transform.state)
+    return ouro.logits(params, hidden[:, 0]), transform.finish(state)
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def forced(
+    params: ouro.Params, config: OuroConfig, attention: Attention, cache: Cache, tokens: Int[Array, "B N"]
+) -> tuple[Float[Array, "B N V"], Cache]:
+    """Decodes given tokens one by one. Returns the logits after each of them."""
+
+    def one(cache: Cache, token: Array) -> tuple[Cache, Array]:
+        logits, cache = step(params, config, attention, cache, token)
+        return cache, logits
+
+    cache, logits = jax.lax.scan(one, cache, tokens.T)
+    return jnp.moveaxis(logits, 0, 1), cache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where decoding stands between two dispatches. Finished sequences stay in the batch and write into their last slot."""
+
+    cache: Cache
+    token: Int[Array, " B"]
+    """Sampled last, not yet read by the model."""
+    made: Int[Array, " B"]
+    """New tokens of each request so far, `token` included."""
+    done: Bool[Array, " B"]
+
+
+def start(
+    logits: Float[Array, "B V"], cache: Cache, sampling: Sampling, keys: Key[Array, " B"], stop: Int[Array, " E"]
+) -> Progress:
+    """Samples every request's first token from the logits of its prompt."""
+    made = jnp.zeros_like(cache.lengths)
+    token = sample(logits, sampling, keys, made)
+    return Progress(cache, token, made + 1, jnp.isin(token, stop))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "sampling", "count"), donate_argnames="progress")
+def advance(
+    params: ouro.Params,
+    config: OuroConfig,
+    attention: Attention,
+    progress: Progress,
+    sampling: Sampling,
+    keys: Key[Array, " B"],
+    stop: Int[Array, " E"],
+    limit: Int[Array, " B"],
+    count: int,
+) -> tuple[Int[Array, "B N"], Progress]:
+    """Decodes up to `count` more tokens in one dispatch, ending early once every request is done.
+
+    Args:
+      params: the parameter tree.
+      config: sizes.
+      attention: scheme and maps.
+      progress: from `start` or the last call.
+      sampling: how to choose tokens.
+      keys: one random key per request.
+      stop: token ids that end a request.
+      limit: most new tokens of each request.
+      count: tokens per dispatch.
+
+    Returns:
+      The new tokens, -1 where a request was done, and the progress.
+    """
+
+    def going(carry: tuple[Array, Array, Progress]) -> Array:
+        index, _, progress = carry
+        return (index < count) & ~jnp.all(progress.done | (progress.made >= limit))
+
+    def one(carry: tuple[Array, Array, Progress]) -> tuple[Array, Array, Progress]:
+        index, out, progress = carry
+        over = progress.done | (progress.made >= limit)
+        logits, cache = step(params, config, attention, progress.cache, progress.token)
+        # A finished request must not advance: its position would run past the capacity.
+        cache = Cache(cache.buffers, jnp.where(over, progress.cache.lengths, cache.lengths))
+        token = jnp.where(over, progress.token, sample(logits, sampling, keys, progress.made))
+        out = out.at[:, index].set(jnp.where(over, -1, token))
+        made = progress.made + jnp.where(over, 0, 1)
+        return index + 1, out, Progress(cache, token, made, progress.done | (~over & jnp.isin(token, stop)))
+
+    out = jnp.full((progress.token.shape[0], count), -1, jnp.int32)
+    _, out, progress = jax.lax.while_loop(going, one, (jnp.zeros((), jnp.int32), out, progress))
+    return out, progress

@@ -1,0 +1,76 @@
+"""The mathematics of one transformer layer, as pure functions: norm, rotation, projections, gated MLP.
+
+Weights keep the Hugging Face layout [out, in]. Shapes: B batch, S tokens, d hidden size, N heads, dh head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+# Tokens whose MLP is computed at once: bounds the [B, S, intermediate] temporaries of a long prompt.
+MLP_BLOCK = 2048
+
+
+def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """float32, or float64 for float64 inputs: what norms, softmax and sums are computed in."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def rms_norm(x: Float[Array, "... d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "... d"]:
+    """Root-mean-square norm: normalised in float32, cast back, then scaled, in the order of the reference."""
+    wide = x.astype(accumulation_dtype(x.dtype))
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype) * weight
+
+
+def linear(x: Float[Array, "... i"], weight: Float[Array, "o i"]) -> Float[Array, "... o"]:
+    """x W^T for a weight in Hugging Face layout."""
+    return jnp.einsum("...i,oi->...o", x, weight)
+
+
+def inverse_frequencies(head_dim: int, theta: float, dtype: jnp.dtype = jnp.float32) -> Float[Array, " half"]:
+    """Rotary frequencies theta^(-2f / head_dim) in radians per position, f = 0 .. head_dim/2 - 1."""
+    return theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
+
+
+def rotate(
+    x: Float[Array, "B S N dh"],
+    positions: Int[Array, "B S"],
+    frequencies: Float[Array, "#N half"] | Float[Array, " half"],
+) -> Float[Array, "B S N dh"]:
+    """Half-split rotary embedding: pair f is coordinates (f, f + dh/2), turned by position * frequency.
+
+    Args:
+      x: heads, or the blocks of a latent.
+      positions: of each token.
+      frequencies: one per pair; a leading axis gives every head (every block of a latent) its own.
+    """
+    dtype = accumulation_dtype(x.dtype)
+    angles = positions[:, :, None, None].astype(dtype) * jnp.atleast_2d(frequencies).astype(dtype)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def gated_mlp(
+    x: Float[Array, "B S d"], gate: Float[Array, "f d"], up: Float[Array, "f d"], down: Float[Array, "d f"]
+) -> Float[Array, "B S d"]:
+    """SwiGLU: down(silu(gate x) * up x), in blocks of tokens so that long prompts hold no [B, S, f] array."""
+    return in_blocks(lambda block: linear(jax.nn.silu(linear(block, gate)) * linear(block, up), down), x, MLP_BLOCK)
+
+
+def in_blocks(
+    function: Callable[[Float[Array, "B s d"]], Float[Array, "B s e"]], x: Float[Array, "B S d"], size: int
+) -> Float[Array, "B S e"]:
+    """Applies a token-wise function to blocks of at most `size` tokens, one after another."""
+    tokens = x.shape[1]
+    if tokens <= size:
+        return function(x)
+    blocks = -(-tokens // size)
+    padded = jnp.pad(x, ((0, 0), (0, blocks * size - tokens), (0, 0)))
+    out = jax.lax.map(function, jnp.moveaxis(padded.reshape(x.shape[0], blocks, size, -1), 1, 0))
+    return jnp.moveaxis(out, 0, 1).reshape(x.shape[0], blocks * size, -1)[:, :tokens]
