@@ -1,0 +1,102 @@
+"""The public face of a model: run it exactly, or in parallel as its cache scheme would read it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+from transformers import PreTrainedTokenizerBase
+
+from hla_jax import tokenizer as tokenizers
+from hla_jax.attention.full import FullCache, exact_stages
+from hla_jax.attention.scheme import Attention
+from hla_jax.config import OuroConfig
+from hla_jax.models import ouro
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A looped language model and the cache scheme that it decodes with.
+
+    Attributes:
+      config: static sizes.
+      params: the parameter tree of `models.weights`.
+      attention: scheme and maps; the full cache unless the checkpoint brought another.
+      path: the directory it was loaded from; None for a model made in memory.
+    """
+
+    config: OuroConfig
+    params: ouro.Params
+    attention: Attention = Attention(FullCache())
+    path: pathlib.Path | None = None
+
+    @functools.cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The checkpoint's tokenizer, read when first used. Raises `TokenizerError` if it brought none."""
+        return tokenizers.load_tokenizer(self.path)
+
+    @functools.cached_property
+    def has_tokenizer(self) -> bool:
+        """Whether the checkpoint brought a tokenizer."""
+        return self.path is not None and tokenizers.has_tokenizer(self.path)
+
+    @functools.cached_property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Token ids that end a generation: the union of what config, generation config and tokenizer say."""
+        return tokenizers.stop_tokens(self.config, self.path)
+
+
+def forward(
+    model: Model,
+    tokens: Int[Array, "B S"],
+    exit_at: int | None = None,
+    exit_threshold: float | None = None,
+    exit_weighted: bool = False,
+) -> Float[Array, "B S V"]:
+    """Logits of one exact parallel pass. The exit modes are those of `models.ouro.exit_logits`; without any, the last loop's.
+
+    Rows may be padded on the right. Raises `ValueError` for token ids that are not a [B, S] array, or impossible exit modes.
+    """
+    return _forward(model.params, model.config, _tokens(tokens), exit_at, exit_threshold, exit_weighted)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "exit_at", "exit_threshold", "exit_weighted"))
+def _forward(params, config, tokens, exit_at, exit_threshold, exit_weighted):
+    stages = exact_stages(config, jnp.arange(tokens.shape[1])[None])
+    if exit_at is None and exit_threshold is None and not exit_weighted:
+        hidden, _ = ouro.run(params, config, tokens, stages, None)
+        return ouro.logits(params, hidden)
+    hidden, _ = ouro.run(params, config, tokens, stages, None, every_loop=True)
+    return ouro.exit_logits(params, hidden, exit_at, exit_threshold, exit_weighted)
+
+
+def forward_swapped(model: Model, tokens: Int[Array, "B S"], attention: Attention | None = None) -> Float[Array, "B S V"]:
+    """Logits of a parallel pass in which every token reads the past as `attention` stores it.
+
+    An exact pass first writes what the scheme stores of every token; the second pass reads it under the decoding rule, exact within
+    the window. It differs from decoding in that the stored tokens were computed exactly (HLA, section 4.2).
+    """
+    return _forward_swapped(model.params, model.config, attention or model.attention, _tokens(tokens))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _forward_swapped(params, config, attention, tokens):
+    batch, length = tokens.shape
+    scheme, maps = attention.scheme, attention.params
+    cache = scheme.init_cache(config, batch, length, params["embed_tokens"].dtype)
+    first = scheme.prefill(config, maps, cache, length, jnp.full(batch, length, jnp.int32))
+    _, state = ouro.run(params, config, tokens, first.stages, first.state)
+    second = scheme.swapped(config, maps, first.finish(state), length)
+    hidden, _ = ouro.run(params, config, tokens, second.stages, second.state)
+    return ouro.logits(params, hidden)
+
+
+def _tokens(tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.size == 0:
+        raise ValueError(f"tokens must be a non-empty integer array [batch, tokens], found {tokens.dtype}{list(tokens.shape)}")
+    return tokens.astype(jnp.int32)
