@@ -1,0 +1,1 @@
+"""Training data: sources of documents, mixtures, packed batches, shifted positions."""
