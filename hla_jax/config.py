@@ -1,7 +1,8 @@
 """Sizes of the models, read from and written to Hugging Face `config.json`.
 
-A frozen dataclass holds every static size of a model, so that a config is hashable and can be a static argument of `jax.jit`.
-The class defaults of Ouro's public configuration describe another model, so no size has a default here: a missing key is an error.
+A frozen dataclass holds every static size of a model, so that a config is hashable and can be a static argument of
+`jax.jit`. The class defaults of Ouro's public configuration describe another model, so no size has a default here: a
+missing key is an error.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class OuroConfig:
             if getattr(self, field) < 1:
                 raise ConfigError(f"{_HF_NAMES.get(field, field)} must be at least 1, found {getattr(self, field)}")
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_attention_heads must be a multiple of num_key_value_heads, found {self.num_heads} and {self.num_kv_heads}")
+            raise ConfigError("num_attention_heads must be a multiple of num_key_value_heads, "
+                              f"found {self.num_heads} and {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, found {self.head_dim}")
 
@@ -66,7 +67,7 @@ class OuroConfig:
           source: how errors name the file.
 
         Raises:
-          ConfigError: a key is missing or malformed, or the config asks for something Ouro's forward pass does not have.
+          ConfigError: a key is missing or malformed, or asks for something that Ouro's forward pass does not have.
         """
         if raw.get("model_type") != "ouro":
             raise ConfigError(f"{source}: model_type must be 'ouro', found {raw.get('model_type')!r}")
@@ -79,12 +80,12 @@ class OuroConfig:
         if "head_dim" not in values and {"hidden_size", "num_heads"} <= values.keys():
             # Old configs leave head_dim out; the reference then divides.
             if values["hidden_size"] % values["num_heads"]:
-                raise ConfigError(f"{source}: head_dim is absent and hidden_size {values['hidden_size']} is not a multiple "
-                                  f"of num_attention_heads {values['num_heads']}")
+                raise ConfigError(f"{source}: head_dim is absent and hidden_size {values['hidden_size']} is not a "
+                                  f"multiple of num_attention_heads {values['num_heads']}")
             values["head_dim"] = values["hidden_size"] // values["num_heads"]
-        values["bos_token_id"] = raw.get("bos_token_id")
-        values["pad_token_id"] = raw.get("pad_token_id")
-        values["eos_token_ids"] = token_ids(raw.get("eos_token_id"))
+        values["bos_token_id"] = next(iter(token_ids(raw, "bos_token_id", source)), None)
+        values["eos_token_ids"] = token_ids(raw, "eos_token_id", source)
+        values["pad_token_id"] = next(iter(token_ids(raw, "pad_token_id", source)), None)
         missing = [_HF_NAMES[f.name] for f in dataclasses.fields(cls)
                    if f.default is dataclasses.MISSING and f.name not in values]
         if missing:
@@ -97,7 +98,8 @@ class OuroConfig:
     @classmethod
     def from_directory(cls, directory: str | pathlib.Path) -> OuroConfig:
         """Reads `config.json` of a Hugging Face directory. Raises `ConfigError` naming the file."""
-        return cls.from_dict(read_json(pathlib.Path(directory) / "config.json"), str(pathlib.Path(directory) / "config.json"))
+        path = pathlib.Path(directory) / "config.json"
+        return cls.from_dict(read_json(path), str(path))
 
     def to_dict(self, dtype: str) -> dict[str, Any]:
         """The mapping to write as `config.json`; `dtype` is the name of the stored weights' dtype, e.g. "bfloat16"."""
@@ -134,6 +136,15 @@ _HF_NAMES = {
 }
 _FLOATS = {"rms_norm_eps", "early_exit_threshold"}
 
+OURO_1P4B = OuroConfig(
+    vocab_size=49152, hidden_size=2048, intermediate_size=5632, num_layers=24, num_loops=4, num_heads=16, num_kv_heads=16,
+    head_dim=128, rope_theta=1e6, rms_norm_eps=1e-6, max_position_embeddings=65536, tie_word_embeddings=False,
+    bos_token_id=0, eos_token_ids=(0,))
+"""The released Ouro-1.4B and its Thinking variant: 1,434,652,673 parameters."""
+
+OURO_2P6B = dataclasses.replace(OURO_1P4B, num_layers=48)
+"""The released Ouro-2.6B and its Thinking variant: 2,667,974,657 parameters."""
+
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Parses a JSON object. Raises `ConfigError` naming the file if it is absent, malformed or not an object."""
@@ -148,11 +159,13 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return value
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Token ids as `config.json` and `generation_config.json` spell them: absent, one, or a list."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def token_ids(raw: Mapping[str, Any], key: str, source: str) -> tuple[int, ...]:
+    """The token ids under a key of `config.json` or `generation_config.json`, where they are absent, one, or a list."""
+    value = raw.get(key)
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
+        raise ConfigError(f"{source}: {key} must be a token id, a list of them or null, found {value!r}")
+    return ids
 
 
 def _checked(field: str, value: Any, source: str, key: str) -> Any:
@@ -160,18 +173,23 @@ def _checked(field: str, value: Any, source: str, key: str) -> Any:
         if not isinstance(value, bool):
             raise ConfigError(f"{source}: {key} must be true or false, found {value!r}")
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or (field not in _FLOATS and value != int(value)):
-        raise ConfigError(f"{source}: {key} must be {'a number' if field in _FLOATS else 'an integer'}, found {value!r}")
-    return float(value) if field in _FLOATS else int(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if field in _FLOATS:
+        if not number:
+            raise ConfigError(f"{source}: {key} must be a number, found {value!r}")
+        return float(value)
+    if not number or not float(value).is_integer():
+        raise ConfigError(f"{source}: {key} must be an integer, found {value!r}")
+    return int(value)
 
 
 def _rope_theta(raw: Mapping[str, Any], source: str) -> float:
     """`rope_theta` at the top level (transformers 4) or inside `rope_parameters` (transformers 5); both must agree."""
     parameters = raw.get("rope_parameters") or {}
-    kind = parameters.get("rope_type", "default")
-    if kind != "default" or raw.get("rope_scaling") is not None:
-        raise ConfigError(f"{source}: only unscaled rotary embeddings are supported, found "
-                          f"rope_type {kind!r}, rope_scaling {raw.get('rope_scaling')!r}")
+    for key, entry in (("rope_parameters", parameters), ("rope_scaling", raw.get("rope_scaling") or {})):
+        kind = entry.get("rope_type", entry.get("type", "default")) if isinstance(entry, dict) else None
+        if kind != "default":
+            raise ConfigError(f"{source}: only unscaled rotary embeddings are supported, found {key} {entry!r}")
     found = [value for value in (raw.get("rope_theta"), parameters.get("rope_theta")) if value is not None]
     if not found:
         raise ConfigError(f"{source}: missing key rope_theta (or rope_parameters.rope_theta)")

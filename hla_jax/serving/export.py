@@ -1,0 +1,102 @@
+"""Export: a model and its latent cache as a Hugging Face directory that `hla_jax.load`, PyTorch and vLLM read."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+
+from hla_jax import attention_files, tensor_files
+from hla_jax.attention.full import FullCache
+from hla_jax.attention.scheme import Attention
+from hla_jax.model import Model
+from hla_jax.models import weights
+from hla_jax.tensor_files import WeightsError
+
+_COPIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template.jinja", "chat_template.json", "generation_config.json",
+)
+
+
+class ExportError(ValueError):
+    """A model and a scheme cannot be written in the interchange format, or not there."""
+
+
+def export(model: Model, attention: Attention | None, directory: str | os.PathLike[str], maps_only: bool = False, *,
+           base_id: str | None = None, overwrite: bool = False) -> None:
+    """Writes a model with the maps of a scheme in the interchange format.
+
+    The directory appears complete or not at all. Tensors keep their dtypes; tokenizer files and generation_config.json are
+    copied from where the model was loaded.
+
+    Args:
+      attention: scheme and maps; None takes the model's own. With the full cache the plain model is written.
+      directory: must not exist or be empty.
+      maps_only: leaves the model's own tensors out and names the base instead: `model.path`, with a checksum.
+      base_id: hub id to name the base by, instead of its local path.
+      overwrite: allows `directory` to be an earlier export, which is then replaced.
+
+    Raises:
+      ExportError: the scheme has no interchange format, its maps do not fit it, `maps_only` and the weights are not the
+        base's, or `directory` has something that is not an earlier export.
+      FileExistsError: `directory` is not empty, and `overwrite` is false.
+    """
+    attention = model.attention if attention is None else attention
+    target = pathlib.Path(directory)
+    config = model.config.to_dict(weights.stored_dtype(model.params))
+    config |= _scheme_entry(model, attention)
+    tensors = weights.pending_params(model.params, model.config)
+    if maps_only:
+        config |= {attention_files.BASE: _base_entry(model, tensors, attention, target, base_id)}
+        tensors = {}
+    if attention.scheme.interchange is not None:
+        tensors |= attention_files.pending_maps(attention.scheme.interchange, attention.params)
+    replace = overwrite and target.exists() and any(target.iterdir())
+    if replace and not _is_export(target):
+        raise ExportError(f"{target}: overwrite replaces earlier exports only; its config.json has no scheme's entry")
+    with tensor_files.new_directory(target, replace) as partial:
+        tensor_files.write_json(partial / "config.json", config)
+        tensor_files.write_tensors(partial, tensors)
+        for name in _COPIED:
+            if model.path is not None and (model.path / name).is_file():
+                shutil.copyfile(model.path / name, partial / name)
+
+
+def _scheme_entry(model: Model, attention: Attention) -> dict[str, object]:
+    """What `config.json` says of the scheme, once its maps are known to fit."""
+    scheme, name = attention.scheme, attention.scheme.interchange
+    if name is None:
+        if not isinstance(scheme, FullCache):
+            raise ExportError(f"{type(scheme).__name__} has no interchange format; expected the full cache or one of "
+                              f"{', '.join(attention_files.SCHEMES)}")
+        return {}
+    expected = {name: (model.config.num_layers, *shape) for name, shape in scheme.map_shapes(model.config).items()}
+    found = {name: tuple(stack.shape) for name, stack in attention.params.items()}
+    for key in sorted(expected.keys() | found.keys()):
+        if expected.get(key) != found.get(key):
+            raise ExportError(f"map {key}: the scheme implies shape {expected.get(key)}, found {found.get(key)}")
+    return {"architectures": [f"Ouro{name.upper()}ForCausalLM"], f"{name}_config": scheme.to_config()}
+
+
+def _base_entry(model: Model, tensors: dict[str, tensor_files.PendingTensor], attention: Attention, target: pathlib.Path,
+                base_id: str | None) -> dict[str, str]:
+    """The base model of a maps-only export, once its files are known to be the weights that the maps go with."""
+    if attention.scheme.interchange is None:
+        raise ExportError("maps_only needs a scheme with maps, found the full cache")
+    if model.path is None:
+        raise ExportError("maps_only needs a base that can be loaded again, but this model was made in memory; export it whole")
+    base = attention_files.base_directory(model.path).resolve()
+    if base == target.resolve():
+        raise ExportError(f"{target}: a maps-only export cannot replace the base it refers to")
+    stored = tensor_files.open_tensors(base)
+    for name, tensor in tensors.items():
+        here = tensor.read()
+        if name not in stored or stored[name].read().astype(here.dtype).tobytes() != here.tobytes():
+            raise ExportError(f"tensor {name} is not that of {base}; maps_only would lose the change: export the whole model")
+    named = {"path": str(base)} if base_id is None else {"id": base_id}
+    return {**named, "sha256": attention_files.fingerprint(base)}
+
+
+def _is_export(directory: pathlib.Path) -> bool:
+    return (directory / "config.json").is_file() and attention_files.read_attention(directory) is not None
