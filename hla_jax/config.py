@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -96,10 +97,14 @@ class OuroConfig:
             raise ConfigError(f"{source}: {error}") from None
 
     @classmethod
-    def from_directory(cls, directory: str | pathlib.Path) -> OuroConfig:
+    def from_json(cls, path: str | os.PathLike[str]) -> OuroConfig:
+        """Reads a `config.json`. Raises `ConfigError` naming the file."""
+        return cls.from_dict(read_json(pathlib.Path(path)), str(path))
+
+    @classmethod
+    def from_directory(cls, directory: str | os.PathLike[str]) -> OuroConfig:
         """Reads `config.json` of a Hugging Face directory. Raises `ConfigError` naming the file."""
-        path = pathlib.Path(directory) / "config.json"
-        return cls.from_dict(read_json(path), str(path))
+        return cls.from_json(pathlib.Path(directory) / "config.json")
 
     def to_dict(self, dtype: str) -> dict[str, Any]:
         """The mapping to write as `config.json`; `dtype` is the name of the stored weights' dtype, e.g. "bfloat16"."""
@@ -137,9 +142,9 @@ _HF_NAMES = {
 _FLOATS = {"rms_norm_eps", "early_exit_threshold"}
 
 OURO_1P4B = OuroConfig(
-    vocab_size=49152, hidden_size=2048, intermediate_size=5632, num_layers=24, num_loops=4, num_heads=16, num_kv_heads=16,
-    head_dim=128, rope_theta=1e6, rms_norm_eps=1e-6, max_position_embeddings=65536, tie_word_embeddings=False,
-    bos_token_id=0, eos_token_ids=(0,))
+    vocab_size=49152, hidden_size=2048, intermediate_size=5632, num_layers=24, num_loops=4, num_heads=16,
+    num_kv_heads=16, head_dim=128, rope_theta=1e6, rms_norm_eps=1e-6, max_position_embeddings=65536,
+    tie_word_embeddings=False, bos_token_id=0, eos_token_ids=(0,))
 """The released Ouro-1.4B and its Thinking variant: 1,434,652,673 parameters."""
 
 OURO_2P6B = dataclasses.replace(OURO_1P4B, num_layers=48)

@@ -191,6 +191,7 @@ def write_tensors(directory: pathlib.Path, tensors: Mapping[str, PendingTensor],
         arrays = {name: np.ascontiguousarray(tensors[name].read()) for name in names}
         safetensors.numpy.save_file(arrays, directory / file, metadata={"format": "pt"})
         del arrays  # before the next shard's are made
+        (directory / file).chmod(directory.stat().st_mode & 0o666)  # safetensors makes files private to this user
 
 
 def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
@@ -253,7 +254,7 @@ def _sharded(index: pathlib.Path) -> dict[str, StoredTensor]:
     for name in sorted(weight_map.keys() | tensors.keys()):
         expected, found = weight_map.get(name), tensors[name].file.name if name in tensors else None
         if expected != found:
-            raise WeightsError(f"{index}: tensor {name} expected in {expected or 'no shard'}, found in {found or 'none'}")
+            raise WeightsError(f"{index}: tensor {name} expected in {expected or 'none'}, found in {found or 'none'}")
     return tensors
 
 

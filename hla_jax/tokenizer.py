@@ -1,8 +1,8 @@
 """Tokenizer and chat template of a checkpoint, through transformers.
 
-Ouro's revisions disagree about special tokens: configs name `<|endoftext|>` (0) as begin and end, tokenizers and the ChatML
-format end a turn with `<|im_end|>` (2), and a padding token may be missing everywhere. Generation therefore stops at whatever
-any of them calls an end, and padding is token 0 where nothing else is named.
+Ouro's revisions disagree about special tokens: configs name `<|endoftext|>` (0) as begin and end, tokenizers and the
+ChatML format end a turn with `<|im_end|>` (2), and a padding token may be missing everywhere. Generation therefore
+stops at whatever any of them calls an end, and padding is token 0 where nothing else is named.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
     return (pathlib.Path(directory) / _FILE).is_file()
 
 
-def load_tokenizer(directory: str | os.PathLike[str] | None, config: OuroConfig | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(directory: str | os.PathLike[str] | None,
+                   config: OuroConfig | None = None) -> PreTrainedTokenizerBase:
     """Reads the tokenizer of a checkpoint. Code in the checkpoint is never run.
 
-    The result has a padding token (0 if the checkpoint names none) and, if it knows ChatML's turn tokens but no template,
-    `CHATML_TEMPLATE`. A template of the checkpoint, such as the Thinking variants' with `<think>`, is kept as it is.
+    The result has a padding token (0 if the checkpoint names none) and, if it knows ChatML's turn tokens but no
+    template, `CHATML_TEMPLATE`. A template of the checkpoint, such as the Thinking variants' with `<think>`, is kept.
 
     Args:
       directory: of the checkpoint; None for a model that was made in memory.
@@ -55,17 +56,17 @@ def load_tokenizer(directory: str | os.PathLike[str] | None, config: OuroConfig 
     if directory is None:
         raise TokenizerError("this model was made in memory and has no tokenizer; pass token ids")
     if not has_tokenizer(directory):
-        raise TokenizerError(f"{directory}: expected {_FILE}, found none; pass token ids, or put the tokenizer's files there")
+        raise TokenizerError(f"{directory}: expected {_FILE}, found none; pass token ids, or add the tokenizer's files")
     file = pathlib.Path(directory) / _FILE
     read_json(file)
     try:
-        # Not AutoTokenizer: for a model_type that transformers does not know it would want to run the checkpoint's code.
+        # Not AutoTokenizer: for a model_type that transformers does not know, it asks to run the checkpoint's code.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for malformed content
         raise TokenizerError(f"{file}: not a tokenizer that transformers can read ({error})") from error
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if config is not None and largest >= config.vocab_size:
-        raise TokenizerError(f"{file}: has token ids up to {largest}, but config.json has vocab_size {config.vocab_size}")
+        raise TokenizerError(f"{file}: has ids up to {largest}, but config.json has vocab_size {config.vocab_size}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
     if tokenizer.chat_template is None and all(token in tokenizer.get_vocab() for token in _TURN_TOKENS):
@@ -87,7 +88,7 @@ def stop_tokens(config: OuroConfig, directory: str | os.PathLike[str] | None) ->
             tokenizer = load_tokenizer(directory)
             stops.update([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
             if "<|im_end|>" in str(tokenizer.chat_template):
-                stops.add(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+                stops.add(tokenizer.get_vocab()["<|im_end|>"])
     return tuple(sorted(stops))
 
 

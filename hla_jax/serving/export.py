@@ -11,11 +11,10 @@ from hla_jax.attention.full import FullCache
 from hla_jax.attention.scheme import Attention
 from hla_jax.model import Model
 from hla_jax.models import weights
-from hla_jax.tensor_files import WeightsError
 
 _COPIED = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )
 
 
@@ -27,8 +26,8 @@ def export(model: Model, attention: Attention | None, directory: str | os.PathLi
            base_id: str | None = None, overwrite: bool = False) -> None:
     """Writes a model with the maps of a scheme in the interchange format.
 
-    The directory appears complete or not at all. Tensors keep their dtypes; tokenizer files and generation_config.json are
-    copied from where the model was loaded.
+    The directory appears complete or not at all. Tensors keep their dtypes; tokenizer files and generation_config.json
+    are copied from where the model was loaded.
 
     Args:
       attention: scheme and maps; None takes the model's own. With the full cache the plain model is written.
@@ -79,13 +78,13 @@ def _scheme_entry(model: Model, attention: Attention) -> dict[str, object]:
     return {"architectures": [f"Ouro{name.upper()}ForCausalLM"], f"{name}_config": scheme.to_config()}
 
 
-def _base_entry(model: Model, tensors: dict[str, tensor_files.PendingTensor], attention: Attention, target: pathlib.Path,
-                base_id: str | None) -> dict[str, str]:
+def _base_entry(model: Model, tensors: dict[str, tensor_files.PendingTensor], attention: Attention,
+                target: pathlib.Path, base_id: str | None) -> dict[str, str]:
     """The base model of a maps-only export, once its files are known to be the weights that the maps go with."""
     if attention.scheme.interchange is None:
         raise ExportError("maps_only needs a scheme with maps, found the full cache")
     if model.path is None:
-        raise ExportError("maps_only needs a base that can be loaded again, but this model was made in memory; export it whole")
+        raise ExportError("maps_only needs a base to load again, but this model was made in memory; export it whole")
     base = attention_files.base_directory(model.path).resolve()
     if base == target.resolve():
         raise ExportError(f"{target}: a maps-only export cannot replace the base it refers to")
@@ -93,7 +92,7 @@ def _base_entry(model: Model, tensors: dict[str, tensor_files.PendingTensor], at
     for name, tensor in tensors.items():
         here = tensor.read()
         if name not in stored or stored[name].read().astype(here.dtype).tobytes() != here.tobytes():
-            raise ExportError(f"tensor {name} is not that of {base}; maps_only would lose the change: export the whole model")
+            raise ExportError(f"tensor {name} is not that of {base}; maps_only would lose the change, export it whole")
     named = {"path": str(base)} if base_id is None else {"id": base_id}
     return {**named, "sha256": attention_files.fingerprint(base)}
 

@@ -1,0 +1,67 @@
+"""Writes a checkpoint with random weights, to measure memory and time of the real models without their weights.
+
+    python -m experiments.random_checkpoint --size=1p4b --directory=runs/ouro-1p4b      # 2.9 GB, about a minute
+
+Weights are bf16 in shards of 500 MB, made one tensor at a time, so that it needs little memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from tqdm import tqdm
+
+from hla_jax import tensor_files
+from hla_jax.config import OURO_1P4B, OURO_2P6B, OuroConfig
+from hla_jax.models import weights
+from hla_jax.tensor_files import PendingTensor
+
+_SIZES = {"1p4b": OURO_1P4B, "2p6b": OURO_2P6B}
+
+_SIZE = flags.DEFINE_enum("size", None, list(_SIZES), "Which released model's sizes to take.")
+_CONFIG = flags.DEFINE_string("config_json", None, "A config.json to take the sizes from instead.")
+_DIRECTORY = flags.DEFINE_string("directory", None, "Where to write; must not exist or be empty.", required=True)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the weights.")
+
+
+def write_checkpoint(config: OuroConfig, directory: str | pathlib.Path, seed: int = 0,
+                     shard_bytes: int = 500_000_000) -> None:
+    """Writes random bf16 weights as a new Hugging Face directory. Raises `FileExistsError` if it is not empty."""
+    dtype = jnp.dtype("bfloat16")
+    total = sum(dtype.itemsize * int(np.prod(row.shape(config))) for row in weights.parameters(config))
+    with tqdm(total=total, unit="B", unit_scale=True, desc="random weights") as bar:
+
+        def draw(row: weights.Parameter, number: int) -> np.ndarray:
+            shape = row.tensor_shape(config)
+            mean, std = weights.start_moments(row, config)
+            values = np.random.default_rng([seed, number]).standard_normal(shape, np.float32)
+            bar.update(values.size * dtype.itemsize)
+            return (mean + std * values).astype(dtype)
+
+        tensors: dict[str, PendingTensor] = {}
+        for row in weights.parameters(config):
+            nbytes = dtype.itemsize * int(np.prod(row.tensor_shape(config)))
+            for name in row.names(config):
+                tensors[name] = PendingTensor(nbytes, functools.partial(draw, row, len(tensors)))
+        with tensor_files.new_directory(directory) as partial:
+            tensor_files.write_json(partial / "config.json", config.to_dict(str(dtype)))
+            tensor_files.write_tensors(partial, tensors, shard_bytes)
+
+
+def main(argv: list[str]) -> None:
+    size, path = _SIZE.value, _CONFIG.value
+    if len(argv) == 1 and size is not None and path is None:
+        config = _SIZES[size]
+    elif len(argv) == 1 and path is not None and size is None:
+        config = OuroConfig.from_json(path)
+    else:
+        raise app.UsageError("give --directory and one of --size and --config_json")
+    write_checkpoint(config, _DIRECTORY.value, _SEED.value)
+
+
+if __name__ == "__main__":
+    app.run(main)
