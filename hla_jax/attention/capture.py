@@ -1,0 +1,46 @@
+"""The normed attention inputs of every loop and layer in one exact pass: what calibration measures and uptraining fits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from hla_jax.attention.full import exact_stages
+from hla_jax.config import OuroConfig
+from hla_jax.models import ouro
+
+
+def attention_inputs(
+    params: ouro.Params,
+    config: OuroConfig,
+    tokens: Int[Array, "B S"],
+    positions: Int[Array, "B S"],
+    segments: Int[Array, "B S"] | None = None,
+    layers: range | None = None,
+) -> Float[Array, "T L B S d"]:
+    """h_t of every token (after input_layernorm) in the given layers, from the exact pass at the given positions.
+
+    Args:
+      params: the parameter tree.
+      config: sizes.
+      tokens: token ids.
+      positions: of each token, for the rotation.
+      segments: only tokens of the same segment see each other.
+      layers: consecutive layers to keep; None for all.
+    """
+    layers = layers or range(config.num_layers)
+    captured = jnp.zeros((config.num_loops, len(layers), *tokens.shape, config.hidden_size), params["embed_tokens"].dtype)
+
+    def keeping(attend: ouro.Attend) -> ouro.Attend:
+        def attend_and_keep(captured: Array, inputs: ouro.LayerInputs) -> tuple[Array, Array]:
+            out, _ = attend(None, inputs)
+            # Layers outside the range get an index outside the buffer, where writes are dropped.
+            index = jnp.where(inputs.layer < layers.start, len(layers), inputs.layer - layers.start)
+            return out, captured.at[inputs.loop, index].set(inputs.h, mode="drop")
+
+        return attend_and_keep
+
+    stages = [stage._replace(attend=keeping(stage.attend)) for stage in exact_stages(config, positions, segments)]
+    _, captured = ouro.run(params, config, tokens, stages, captured)
+    return jax.lax.stop_gradient(captured)

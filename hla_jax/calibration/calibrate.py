@@ -1,0 +1,108 @@
+"""Closed-form initialisation of a scheme's maps from calibration sequences."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from hla_jax.attention.hla import HLA
+from hla_jax.attention.scheme import Attention, Scheme
+from hla_jax.calibration import moments
+from hla_jax.calibration.moments import Sequences
+from hla_jax.calibration.principal import leading_eigenvectors, value_directions
+from hla_jax.config import OuroConfig
+from hla_jax.model import Model
+from hla_jax.models import ouro
+
+
+def calibrate(
+    model: Model, scheme: Scheme, sequences: Sequence[Sequence[int]] | Int[np.ndarray, "N S"], dtype: str = "float32"
+) -> Attention:
+    """Fits a scheme's maps in closed form to the keys and values that the exact model produces on `sequences`.
+
+    Args:
+      model: the exact model.
+      scheme: sizes; a scheme without maps needs no data and is returned as it is.
+      sequences: token ids, one list a sequence (the papers use 128 and 255 sequences).
+      dtype: of the maps.
+
+    Raises:
+      SchemeError: the scheme's sizes do not fit the model.
+      ValueError: no sequences, or an empty one.
+    """
+    scheme.check(model.config)
+    if not scheme.map_shapes(model.config):
+        return Attention(scheme)
+    maps = principal_maps(scheme, model.params, model.config, Sequences.of(sequences))
+    return Attention(scheme, {name: jnp.asarray(value, dtype) for name, value in maps.items()})
+
+
+@functools.singledispatch
+def principal_maps(
+    scheme: Scheme, params: ouro.Params, config: OuroConfig, sequences: Sequences
+) -> dict[str, Float[np.ndarray, "L ..."]]:
+    """The initialisation of one scheme; `calibrate` calls it. Raises `TypeError` for a scheme that has none."""
+    raise TypeError(f"no closed-form initialisation for {type(scheme).__name__}")
+
+
+@principal_maps.register
+def hla_maps(scheme: HLA, params: ouro.Params, config: OuroConfig, sequences: Sequences) -> dict[str, Float[np.ndarray, "L ..."]]:
+    """Principal components of keys per rotary frequency and of concatenated values (HLA, Appendix A)."""
+    half, heads, loops = config.head_dim // 2, config.num_kv_heads, config.num_loops
+    keys = [moments.key_moments(params, config, sequences, group)
+            for group in moments.layer_groups(config, 8 * half * ((loops - 1) * heads) ** 2)]
+    rest_values = value_directions(params, config, sequences, range(1, loops), scheme.rank_v)
+    first_values = value_directions(params, config, sequences, range(1), scheme.rank_loop1)
+    rest_pairs = pair_frequencies(config, scheme.rank_k, scheme.pair_frequency)
+    first_pairs = pair_frequencies(config, scheme.rank_loop1, scheme.pair_frequency_loop1)
+    layers: list[dict[str, np.ndarray]] = []
+    for layer, (rest_keys, first_keys) in enumerate(zip(*(np.concatenate(part) for part in zip(*keys)), strict=True)):
+        k_proj, v_proj = (np.asarray(params["layers"][name][layer], np.float64) for name in ("k_proj", "v_proj"))
+        write_k, read_q = key_maps(config, rest_keys, k_proj, rest_pairs)
+        write_k1, read_q1 = key_maps(config, first_keys, k_proj, first_pairs)
+        write_v, read_o = value_maps(config, rest_values[layer], v_proj)
+        write_v1, read_o1 = value_maps(config, first_values[layer], v_proj)
+        layers.append({"write_k": write_k, "write_v": write_v, "read_q": read_q, "read_o": read_o, "write_k1": write_k1[0],
+                       "write_v1": write_v1[0], "read_q1": read_q1[0], "read_o1": read_o1[0]})
+    return {name: np.stack([maps[name] for maps in layers]) for name in layers[0]}
+
+
+def pair_frequencies(config: OuroConfig, rank: int, chosen: tuple[int, ...] | None) -> Int[np.ndarray, " pairs"]:
+    """Frequency index of every latent pair: the chosen one, or round-robin."""
+    return np.arange(rank // 2) % (config.head_dim // 2) if chosen is None else np.asarray(chosen)
+
+
+def key_maps(
+    config: OuroConfig, moment: Float[np.ndarray, "F P P"], k_proj: Float[np.ndarray, "Gdh d"], pairs: Int[np.ndarray, " pairs"]
+) -> tuple[Float[np.ndarray, "t r d"], Float[np.ndarray, "t H dh r"]]:
+    """Writer and reader of a key latent: M_f, the leading eigenvectors of each frequency's moment, on both sides (HLA, Eq. 7).
+
+    The P directions of a frequency are its key pairs in the order loop, head; t loops share the latent.
+    """
+    half, heads = config.head_dim // 2, config.num_kv_heads
+    loops, rank = moment.shape[1] // heads, 2 * len(pairs)
+    rows = k_proj.reshape(heads, 2, half, -1)
+    write = np.zeros((loops, rank, rows.shape[-1]))
+    read = np.zeros((loops, heads, config.head_dim, rank))
+    for frequency in np.unique(pairs):
+        mine = np.flatnonzero(pairs == frequency)
+        directions = leading_eigenvectors(moment[frequency], len(mine)).reshape(loops, heads, -1)
+        for coordinate in range(2):
+            # Pair p sits in block p // half, its two coordinates half a block apart.
+            place = mine // half * config.head_dim + coordinate * half + mine % half
+            write[:, place] = np.einsum("tgm,gd->tmd", directions, rows[:, coordinate, frequency])
+            read[:, :, coordinate * half + frequency, place] = directions
+    return write, np.repeat(read, config.heads_per_kv, axis=1)
+
+
+def value_maps(
+    config: OuroConfig, directions: Float[np.ndarray, "D r"], v_proj: Float[np.ndarray, "Gdh d"]
+) -> tuple[Float[np.ndarray, "t r d"], Float[np.ndarray, "t H r dh"]]:
+    """Writer and reader of a value latent: the directions' block of each loop and head, on both sides (HLA, Appendix A)."""
+    blocks = directions.reshape(-1, config.num_kv_heads, config.head_dim, directions.shape[-1])
+    write = np.einsum("tger,ged->trd", blocks, v_proj.reshape(config.num_kv_heads, config.head_dim, -1))
+    return write, np.repeat(np.swapaxes(blocks, 2, 3), config.heads_per_kv, axis=1)
