@@ -1,0 +1,77 @@
+"""`attention_match` block of queries by block of queries, with its own backward pass: memory is linear in the tokens.
+
+The result is a sum over queries, so the gradient is a sum too: each block's gradient is taken right after its value, while its scores
+exist, and nothing of the size queries x tokens outlives the block. The backward pass only scales the gradients by the cotangent.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from hla_jax.kernels.attention_match import Fitted, Fixed, reference
+from hla_jax.kernels.attention_match.reference import Match
+
+# Scores of one block, in numbers over all sequences and heads.
+BLOCK_NUMBERS = 1 << 22
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def attention_match(
+    fitted: Fitted, fixed: Fixed, index: Int[Array, "B Q"], counted: Float[Array, "B Q"], window: int
+) -> tuple[Float[Array, ""], Match]:
+    """The loss KL + error, differentiable in `fitted`, and both terms for the record (`reference.attention_match`)."""
+    return _blocks(fitted, fixed, index, counted, window, with_gradient=False)[0]
+
+
+def _blocks(fitted: Fitted, fixed: Fixed, index: Array, counted: Array, window: int, with_gradient: bool):
+    """Loss, both terms and, if asked for, the gradient in `fitted`."""
+    batch, queries, heads, _ = fixed.q.shape
+    size = min(queries, max(16, BLOCK_NUMBERS // (batch * heads * fixed.k.shape[1])))
+    count = -(-queries // size)
+
+    def split(x: Float[Array, "B Q ..."]) -> Float[Array, "n B q ..."]:
+        # Queries of the padding are not counted.
+        padded = jnp.pad(x, ((0, 0), (0, count * size - queries)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(padded.reshape(batch, count, size, *x.shape[2:]), 1, 0)
+
+    def value(fitted: Fitted, q: Array, index: Array, counted: Array) -> tuple[Array, Match]:
+        match = reference.attention_match(fitted, fixed._replace(q=q), index, counted, window)
+        return match.kl + match.error, match
+
+    wide = jnp.promote_types(fixed.q.dtype, jnp.float32)
+    nothing = jnp.zeros((), wide)
+    blocks = tuple(map(split, (fitted.q, fixed.q, index, counted)))
+    add = lambda sums, parts: jax.tree.map(lambda total, part: total + part.astype(total.dtype), sums, parts)
+
+    if not with_gradient:
+        one = lambda sums, xs: (add(sums, value(fitted._replace(q=xs[0]), *xs[1:])), None)
+        return jax.lax.scan(one, (nothing, Match(nothing, nothing)), blocks)[0], None
+
+    def block(sums, xs):
+        latent_q, *rest = xs
+        (loss, match), gradient = jax.value_and_grad(value, has_aux=True)(fitted._replace(q=latent_q), *rest)
+        shared = gradient._replace(q=jnp.zeros(()))
+        return add(sums, (loss, match, shared)), gradient.q
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, wide)), fitted._replace(q=nothing))
+    (loss, match, shared), latent_q = jax.lax.scan(block, (nothing, Match(nothing, nothing), zeros), blocks)
+    latent_q = jnp.moveaxis(latent_q, 0, 1).reshape(batch, count * size, heads, -1)[:, :queries]
+    return (loss, match), shared._replace(q=latent_q)
+
+
+def _save(fitted: Fitted, fixed: Fixed, index: Array, counted: Array, window: int):
+    out, gradient = _blocks(fitted, fixed, index, counted, window, with_gradient=True)
+    gradient = jax.tree.map(lambda g, x: g.astype(x.dtype), gradient, fitted)
+    return out, gradient
+
+
+def _backward(window: int, gradient: Fitted, cotangent):
+    # The exact attention is the target: it gets no gradient.
+    return jax.tree.map(lambda g: (cotangent[0] * g).astype(g.dtype), gradient), None, None, None
+
+
+attention_match.defvjp(_save, _backward)
