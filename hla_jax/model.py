@@ -1,21 +1,31 @@
-"""The public face of a model: run it exactly, or in parallel as its cache scheme would read it."""
+"""The public face of a model: load it, run it exactly, or run it in parallel as its cache scheme would read it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pathlib
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 from transformers import PreTrainedTokenizerBase
 
+from hla_jax import attention_files
 from hla_jax import tokenizer as tokenizers
 from hla_jax.attention.full import FullCache, exact_stages
-from hla_jax.attention.scheme import Attention
+from hla_jax.attention.hla import HLA
+from hla_jax.attention.scheme import Attention, Scheme, SchemeError
 from hla_jax.config import OuroConfig
-from hla_jax.models import ouro
+from hla_jax.models import ouro, weights
+
+NANO = pathlib.Path(__file__).parent / "assets" / "nano"
+"""The embedded model: a small Ouro that was really trained, for tests, notebooks and the main job."""
+
+_SCHEMES: dict[str, type[Scheme]] = {"hla": HLA}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +58,36 @@ class Model:
     def stop_tokens(self) -> tuple[int, ...]:
         """Token ids that end a generation: the union of what config, generation config and tokenizer say."""
         return tokenizers.stop_tokens(self.config, self.path)
+
+
+def load(path_or_hub_id: str | os.PathLike[str], dtype: DTypeLike | None = "bfloat16", mesh: Mesh | None = None) -> Model:
+    """Loads a model from a Hugging Face directory or hub id, with its cache scheme attached if it is an export of this package.
+
+    Args:
+      path_or_hub_id: a directory (plain, merged or maps-only), or "owner/name".
+      dtype: of the weights in memory; None keeps what is stored. Maps keep their own dtype.
+      mesh: devices to spread the weights over (`models.weights.AXIS_RULES`); None is the default device.
+
+    Raises:
+      ConfigError, WeightsError, SchemeError: a file is missing, damaged or contradicts another; the message names it.
+    """
+    directory = attention_files.local_directory(path_or_hub_id)
+    base = attention_files.base_directory(directory)
+    config = OuroConfig.from_directory(base)
+    params = weights.load_params(base, config, dtype, mesh)
+    return Model(config, params, _load_attention(directory, config, mesh), directory)
+
+
+def _load_attention(directory: pathlib.Path, config: OuroConfig, mesh: Mesh | None) -> Attention:
+    found = attention_files.read_attention(directory)
+    if found is None:
+        return Attention(FullCache())
+    name, entry = found
+    if name not in _SCHEMES:
+        raise SchemeError(f"{directory / 'config.json'}: scheme {name!r} is not one of {', '.join(_SCHEMES)}")
+    scheme = _SCHEMES[name].from_config(entry)
+    scheme.check(config)
+    return Attention(scheme, attention_files.load_maps(directory, name, scheme.map_shapes(config), config.num_layers, mesh=mesh))
 
 
 def forward(

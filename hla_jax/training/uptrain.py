@@ -6,7 +6,10 @@ layers, and the pretrained weights get none.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,14 +20,77 @@ from jaxtyping import Array, Float, Int
 from hla_jax.attention.capture import attention_inputs
 from hla_jax.attention.full import rotate_qk
 from hla_jax.attention.hla import HLA
+from hla_jax.attention.scheme import Attention
 from hla_jax.config import OuroConfig
+from hla_jax.data import pipeline
+from hla_jax.data.packing import BatchConfig
+from hla_jax.data.pipeline import Source
+from hla_jax.data.positions import ShiftConfig
 from hla_jax.kernels.attention_match import Fitted, Fixed
 from hla_jax.kernels.attention_match.blockwise import attention_match
+from hla_jax.model import Model
 from hla_jax.models import ouro
 from hla_jax.models.layers import accumulation_dtype
 from hla_jax.models.ouro import LayerInputs
+from hla_jax.training import loop
+from hla_jax.training.loop import LoopConfig
+from hla_jax.training.optimizer import OptimizerConfig, adamw
+from hla_jax.training.step import Loss, TrainState, init, make_step
 
 Maps = dict[str, Array]
+Batch = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class UptrainConfig:
+    """Everything that decides the uptrained maps, besides the model.
+
+    Attributes:
+      sources: mixture of documents.
+      batches: shape of a batch.
+      shift: shifted positions of the training sequences; None trains at the real ones.
+      optimizer, loop: see there.
+      micro_batches: parts of a batch whose hidden states are held one at a time.
+      held_out_batches: batches of held-out data on which the divergence is followed, at real positions.
+      seed: of the data's order.
+    """
+
+    sources: tuple[Source, ...]
+    batches: BatchConfig
+    optimizer: OptimizerConfig
+    loop: LoopConfig
+    shift: ShiftConfig | None = ShiftConfig()
+    micro_batches: int = 1
+    held_out_batches: int = 2
+    seed: int = 0
+
+
+def uptrain(model: Model, attention: Attention, tokenizer: Any, config: UptrainConfig, workdir: pathlib.Path) -> Attention:
+    """Trains the maps of an HLA scheme, from its initialisation or from the newest checkpoint in `workdir`.
+
+    Returns:
+      The scheme with the maps after the last step.
+
+    Raises:
+      DataError, CheckpointError, TrainingError, Interrupted: see `training.loop.run`.
+    """
+    scheme = attention.scheme
+    if not isinstance(scheme, HLA):
+        raise TypeError(f"uptraining fits HLA's maps; found {type(scheme).__name__}")
+    follow = jax.jit(functools.partial(divergence, scheme, model.config))
+    stream = functools.partial(pipeline.batches, config.sources, tokenizer, config.batches, vocab_size=model.config.vocab_size)
+    held_out = list(itertools.islice(stream(None, held_out=True, seed=config.seed), config.held_out_batches))
+
+    def evaluate(state: TrainState) -> dict[str, Array]:
+        found = [follow(state.params, model.params, **batch) for batch in held_out]
+        return divergence_metrics(jax.tree.map(lambda *parts: sum(parts) / len(parts), *found), "held_out/")
+
+    optimizer = adamw(config.optimizer)
+    update = make_step(make_loss(scheme, model.config), optimizer, config.micro_batches)
+    training = stream(config.shift, seed=config.seed, process=(jax.process_index(), jax.process_count()))
+    state = loop.run(init(attention.params, optimizer, config.seed), lambda state, batch: update(state, batch, model.params),
+                     training, config.loop, workdir, evaluate)
+    return Attention(scheme, state.params)
 
 
 class Divergence(NamedTuple):
@@ -36,25 +102,39 @@ class Divergence(NamedTuple):
     """Relative squared error of the attention output after o_proj."""
 
 
-def loss_and_gradient(
-    scheme: HLA,
-    config: OuroConfig,
-    maps: Maps,
-    params: ouro.Params,
-    tokens: Int[Array, "B S"],
-    positions: Int[Array, "B S"],
-    segments: Int[Array, "B S"],
-) -> tuple[Float[Array, ""], Divergence, Maps]:
-    """The loss of Eq. 5 averaged over layers and loops, its two terms by loop, and its gradient in the maps.
+def divergence_metrics(found: Divergence, prefix: str = "") -> dict[str, Array]:
+    """Names for the metrics file: means over loops, and the KL of every loop, counted from 1."""
+    by_loop = {f"{prefix}kl/loop{loop + 1}": kl for loop, kl in enumerate(found.kl)}
+    return {f"{prefix}kl": jnp.mean(found.kl), f"{prefix}error": jnp.mean(found.error), **by_loop}
 
-    Tokens of segment 0 are padding and do not count. With shifted positions the reference runs at the same shifted positions; the
-    window goes by index.
+
+def make_loss(scheme: HLA, config: OuroConfig) -> Loss:
+    """Eq. 5 averaged over layers and loops, as a loss of the maps; the constants are the frozen weights.
+
+    The gradient is taken layer by layer together with the value, so that only one layer's intermediates exist at a time; the
+    backward pass only scales it. With shifted positions the reference runs at the same shifted positions; the window goes by index.
+    Tokens of segment 0 are padding and do not count.
     """
-    fit = jax.value_and_grad(functools.partial(layer_divergence, scheme, config), has_aux=True)
-    (losses, divergences), gradients = _each_layer(fit, config, maps, params, tokens, positions, segments)
-    average = lambda x: jnp.mean(x, axis=0)
-    gradients = jax.tree.map(lambda g: g / config.num_layers, gradients)
-    return average(losses), jax.tree.map(average, divergences), gradients
+    fit = functools.partial(layer_divergence, scheme, config)
+
+    @jax.custom_vjp
+    def value(maps: Maps, params: ouro.Params, batch: Batch) -> tuple[Array, Divergence]:
+        return jax.tree.map(_over_layers, _each_layer(fit, config, maps, params, **batch))
+
+    def value_and_gradient(maps: Maps, params: ouro.Params, batch: Batch) -> tuple[tuple[Array, Divergence], Maps]:
+        found, gradient = _each_layer(jax.value_and_grad(fit, has_aux=True), config, maps, params, **batch)
+        return jax.tree.map(_over_layers, found), jax.tree.map(lambda g: g / config.num_layers, gradient)
+
+    def scale(gradient: Maps, cotangents: tuple[Array, Divergence]) -> tuple[Maps, None, None]:
+        return jax.tree.map(lambda g: cotangents[0].astype(g.dtype) * g, gradient), None, None
+
+    value.defvjp(value_and_gradient, scale)
+
+    def loss(maps: Maps, batch: Batch, rng: Array, params: ouro.Params) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+        found, by_loop = value(maps, params, batch)
+        return found, (jnp.sum(batch["segments"] > 0).astype(found.dtype), divergence_metrics(by_loop))
+
+    return loss
 
 
 def divergence(
@@ -66,18 +146,23 @@ def divergence(
     positions: Int[Array, "B S"],
     segments: Int[Array, "B S"],
 ) -> Divergence:
-    """The two terms of the loss by loop, without the gradient."""
+    """The two terms of the loss by loop, averaged over layers."""
     fit = functools.partial(layer_divergence, scheme, config)
-    _, divergences = _each_layer(fit, config, maps, params, tokens, positions, segments)
-    return jax.tree.map(lambda x: jnp.mean(x, axis=0), divergences)
+    return jax.tree.map(_over_layers, _each_layer(fit, config, maps, params, tokens, positions, segments)[1])
 
 
-def _each_layer(fit: Callable[..., Any], config: OuroConfig, maps: Maps, params: ouro.Params, tokens, positions, segments) -> Any:
+def _each_layer(
+    fit: Callable[..., Any], config: OuroConfig, maps: Maps, params: ouro.Params, tokens: Array, positions: Array, segments: Array
+) -> Any:
     h = attention_inputs(params, config, tokens, positions, segments)
     counted = (segments > 0).astype(accumulation_dtype(h.dtype))
     counted = counted / jnp.maximum(jnp.sum(counted), 1)
     one_layer = lambda layer: fit(*layer, positions, segments, counted)
     return jax.lax.map(one_layer, (maps, params["layers"], jnp.moveaxis(h, 1, 0)))
+
+
+def _over_layers(x: Float[Array, "L ..."]) -> Float[Array, "..."]:
+    return jnp.mean(x, axis=0)
 
 
 def layer_divergence(

@@ -1,0 +1,115 @@
+"""From names of data in a config to batches: sources, mixed by weight, tokenized, packed, with shifted positions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from hla_jax.data import sources, standard_library, synthetic
+from hla_jax.data.packing import Batch, BatchConfig, Batches, Tokenize, tokenize_with
+from hla_jax.data.positions import ShiftConfig, ShiftedPositions
+from hla_jax.data.streams import DataError, Indexed, Mixture, Shard, Shuffled, Stream
+
+STANDARD_LIBRARY, SYNTHETIC = "standard_library", "synthetic"
+
+_TASKS: tuple[synthetic.Task, ...] = (synthetic.Recall(), synthetic.Tracking(), synthetic.Chain())
+# Rows that are shuffled together, and the first rows of a data set, which are held out.
+_SHUFFLE_BLOCK, _HELD_OUT_ROWS = 1024, 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One source of documents in a mixture.
+
+    Attributes:
+      path: a file, a folder, a hub data set ("owner/name"), "standard_library" (Python's own source) or "synthetic" (tasks).
+      weight: share of the documents.
+      name, split: configuration and split of a hub data set.
+      column: holds the text, or the messages.
+      render: "text", "chat" (messages by the tokenizer's template) or "verified" (OpenR1-Math's verified solutions).
+      tokens: range of the lengths of synthetic documents.
+    """
+
+    path: str
+    weight: float = 1.0
+    name: str | None = None
+    split: str = "train"
+    column: str = "text"
+    render: str = "text"
+    tokens: tuple[int, int] = (64, 512)
+
+
+def documents(mixture: tuple[Source, ...], tokenizer: Any, held_out: bool, seed: int) -> Stream[str]:
+    """An endless stream of documents from the sources in proportion to their weights. Raises `DataError` for what cannot be read.
+
+    Training and held-out documents are disjoint: other files of the standard library, other rows of a data set (the first thousand
+    are held out), other random numbers of the tasks.
+    """
+    if not mixture:
+        raise DataError("a mixture needs at least one source")
+    opened = [_open(source, tokenizer, held_out, seed + number) for number, source in enumerate(mixture)]
+    return Mixture(opened, [source.weight for source in mixture], seed)
+
+
+def batches(
+    mixture: tuple[Source, ...],
+    tokenizer: Any,
+    config: BatchConfig,
+    shift: ShiftConfig | None,
+    vocab_size: int,
+    *,
+    held_out: bool = False,
+    seed: int = 0,
+    process: tuple[int, int] = (0, 1),
+) -> Stream[Batch]:
+    """An endless stream of packed batches; `process` is (index, count) of the processes that share the documents."""
+    mine = Shard(documents(mixture, tokenizer, held_out, seed), *process)
+    packed: Stream[Batch] = Batches(mine, tokenize_with(tokenizer), config, vocab_size)
+    return packed if shift is None else ShiftedPositions(packed, shift, seed)
+
+
+def sequences(mixture: tuple[Source, ...], tokenizer: Any, count: int, length: int, *, held_out: bool, seed: int) -> np.ndarray:
+    """`count` rows of exactly `length` tokens [count, length], documents joined end to end: for calibration and fidelity."""
+    stream, tokenize = documents(mixture, tokenizer, held_out, seed), tokenize_with(tokenizer)
+    rows: list[np.ndarray] = []
+    while len(rows) < count:
+        tokens: list[int] = []
+        while len(tokens) < length:
+            tokens += tokenize(next(stream))
+        rows.append(np.asarray(tokens[:length], np.int32))
+    return np.stack(rows)
+
+
+def _open(source: Source, tokenizer: Any, held_out: bool, seed: int) -> Stream[str]:
+    if source.path == STANDARD_LIBRARY:
+        texts = list(standard_library.documents("held_out" if held_out else "train"))
+        return Indexed(texts.__getitem__, len(texts), seed)
+    if source.path == SYNTHETIC:
+        return Indexed(_TaskDocuments(tokenizer, source.tokens, held_out, seed))
+    render = {"text": sources.Text(source.column), "chat": sources.Chat(tokenizer, source.column),
+              "verified": sources.VerifiedSolutions(tokenizer)}.get(source.render)
+    if render is None:
+        raise DataError(f"render must be text, chat or verified; found {source.render!r}")
+    part: dict[str, Any] = {"take": _HELD_OUT_ROWS} if held_out else {"skip": _HELD_OUT_ROWS}
+    opened = sources.open_documents(source.path, render, name=source.name, split=source.split, **part)
+    return Shuffled(opened, _SHUFFLE_BLOCK, seed)
+
+
+class _TaskDocuments:
+    """Document number i: a question of some kind at some length with all its answers, from a generator of its own."""
+
+    def __init__(self, tokenizer: Any, tokens: tuple[int, int], held_out: bool, seed: int):
+        tokenize: Tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+        self._filler = synthetic.Filler(standard_library.documents("held_out" if held_out else "train"),
+                                        lambda lines: [len(tokenize(line)) for line in lines])
+        self._tokens, self._stream = tokens, (seed, int(held_out))
+
+    def __call__(self, index: int) -> str:
+        rng = np.random.default_rng([*self._stream, index])
+        shortest, longest = self._tokens
+        length = int(shortest * (longest / shortest) ** rng.random())
+        task = _TASKS[rng.integers(len(_TASKS))]
+        example = task.sample(rng, length, self._filler, questions=len(synthetic.WORDS))
+        return f"{example.prompt}{example.answer}\n"
