@@ -1,8 +1,15 @@
 """Documents from local files and from the Hugging Face hub, read as a stream by `datasets`.
 
-open_documents("notes.jsonl")                                                 # the column "text"
-open_documents("open-r1/OpenR1-Math-220k", VerifiedSolutions(model.tokenizer))
-open_documents("HuggingFaceFW/fineweb-edu", name="sample-10BT", skip=1000)    # the first 1000 are for evaluation
+The first of these reads the column "text"; the last leaves 1000 documents for evaluation:
+
+    open_documents("notes.jsonl")
+    open_documents("open-r1/OpenR1-Math-220k", VerifiedSolutions(model.tokenizer))
+    open_documents("HuggingFaceFW/fineweb-edu", name="sample-10BT", skip=1000)
+
+Texts in memory (the standard library's) and texts made from their index (synthetic tasks) are streams already:
+
+    Indexed(texts.__getitem__, len(texts), seed)
+    Indexed(lambda index: make(np.random.default_rng([seed, index])))
 """
 
 from __future__ import annotations

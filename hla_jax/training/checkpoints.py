@@ -135,7 +135,7 @@ class Checkpoints:
             self._check(step, saved, like)
             if len(positions) != jax.process_count():
                 raise CheckpointError(
-                    f"{self.directory / str(step)}: was written by {len(positions)} processes, each at its own position "
+                    f"{self.directory / str(step)}: was written by {len(positions)} processes, each at its position "
                     f"in the data; this run has {jax.process_count()}"
                 )
             try:

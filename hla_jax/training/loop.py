@@ -15,7 +15,6 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import jax
-from absl import logging
 from jax.experimental import multihost_utils
 from tqdm.auto import tqdm
 
@@ -102,8 +101,6 @@ def run(
         batches.set_state(position)
     start = int(state.step)
     writer = MetricsWriter(workdir, resumed_at=start if restored else -1) if jax.process_index() == 0 else None
-    if restored is not None:
-        logging.info("resumed from %s at step %d", checkpoints.directory, start)
 
     monitor = _Monitor(checkpoints)
     evaluated: dict[str, float] = {}
@@ -112,7 +109,9 @@ def run(
             _Signals() as signals,
             tqdm(total=config.steps, initial=start, unit="step", disable=writer is None) as bar,
         ):
-            if restored is None and evaluate is not None:
+            if restored is not None:
+                bar.write(f"resumed after step {start} from {checkpoints.directory}")
+            elif evaluate is not None:
                 evaluated = _floats(evaluate(state))
                 if writer:
                     writer.write(0, evaluated)

@@ -38,8 +38,12 @@ class MetricsWriter:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the metrics after update number `step`; later calls have larger steps."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            message = f"cannot write the metrics of step {step}: {error.strerror}"
+            raise OSError(error.errno, message, str(self.path)) from error
         for name, value in metrics.items():
             self._events.add_scalar(name, value, step)
 
