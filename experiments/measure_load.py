@@ -19,9 +19,6 @@ from absl import app, flags
 from hla_jax.config import OuroConfig
 from hla_jax.models import weights
 
-_DIRECTORY = flags.DEFINE_string("directory", None, "Checkpoint to load.", required=True)
-_DTYPE = flags.DEFINE_string("dtype", None, "Dtype to load into; by default the one stored.")
-
 
 def measure(directory: str, dtype: str | None = None) -> dict[str, float]:
     """Loads a checkpoint in a fresh process. Raises what loading raises."""
@@ -52,8 +49,10 @@ def _memory(field: str) -> int:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
-    print(json.dumps(measure(_DIRECTORY.value, _DTYPE.value)))
+    print(json.dumps(measure(flags.FLAGS.directory, flags.FLAGS.dtype)))
 
 
 if __name__ == "__main__":
+    flags.DEFINE_string("directory", None, "Checkpoint to load.", required=True)
+    flags.DEFINE_string("dtype", None, "Dtype to load into; by default the one stored.")
     app.run(main)

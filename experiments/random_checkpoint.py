@@ -20,12 +20,7 @@ from hla_jax.config import OURO_1P4B, OURO_2P6B, OuroConfig
 from hla_jax.models import weights
 from hla_jax.tensor_files import PendingTensor
 
-_SIZES = {"1p4b": OURO_1P4B, "2p6b": OURO_2P6B}
-
-_SIZE = flags.DEFINE_enum("size", None, list(_SIZES), "Which released model's sizes to take.")
-_CONFIG = flags.DEFINE_string("config_json", None, "A config.json to take the sizes from instead.")
-_DIRECTORY = flags.DEFINE_string("directory", None, "Where to write; must not exist or be empty.", required=True)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the weights.")
+SIZES = {"1p4b": OURO_1P4B, "2p6b": OURO_2P6B}
 
 
 def write_checkpoint(config: OuroConfig, directory: str | pathlib.Path, seed: int = 0,
@@ -53,15 +48,16 @@ def write_checkpoint(config: OuroConfig, directory: str | pathlib.Path, seed: in
 
 
 def main(argv: list[str]) -> None:
-    size, path = _SIZE.value, _CONFIG.value
-    if len(argv) == 1 and size is not None and path is None:
-        config = _SIZES[size]
-    elif len(argv) == 1 and path is not None and size is None:
-        config = OuroConfig.from_json(path)
-    else:
+    options = flags.FLAGS
+    if len(argv) > 1 or (options.size is None) == (options.config_json is None):
         raise app.UsageError("give --directory and one of --size and --config_json")
-    write_checkpoint(config, _DIRECTORY.value, _SEED.value)
+    config = SIZES[options.size] if options.size else OuroConfig.from_json(options.config_json)
+    write_checkpoint(config, options.directory, options.seed)
 
 
 if __name__ == "__main__":
+    flags.DEFINE_enum("size", None, list(SIZES), "Which released model's sizes to take.")
+    flags.DEFINE_string("config_json", None, "A config.json to take the sizes from instead.")
+    flags.DEFINE_string("directory", None, "Where to write; must not exist or be empty.", required=True)
+    flags.DEFINE_integer("seed", 0, "Seed of the weights.")
     app.run(main)

@@ -53,8 +53,10 @@ class StoredTensor:
 
     def read(self, index: Index = ()) -> np.ndarray:
         """Reads the part of the tensor that `index` (one slice for each of the leading dimensions) selects."""
+        # safetensors refuses slices that reach beyond the end.
+        cuts = tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, self.shape, strict=False))
         with _opened(self.file) as handle:
-            return handle.get_slice(self.name)[index] if index else handle.get_tensor(self.name)
+            return handle.get_slice(self.name)[cuts] if cuts else handle.get_tensor(self.name)
 
 
 def open_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
