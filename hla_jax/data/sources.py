@@ -135,7 +135,8 @@ def open_documents(
         found = ", ".join(map(repr, first))
         raise DataError(f"{path}: has no column {', '.join(map(repr, missing))}; its columns are {found}")
     rows = _open(path, name, split).select_columns(list(render.columns)).skip(skip)
-    return _Rows(path, rows if take is None else rows.take(take), render, repeat)
+    where = f"{path}, after its first {skip} rows" if skip else path
+    return _Rows(where, rows if take is None else rows.take(take), render, repeat)
 
 
 def _open(path: str, name: str | None, split: str) -> Any:
@@ -175,8 +176,8 @@ def _open(path: str, name: str | None, split: str) -> Any:
 class _Rows(Stream[str]):
     """Documents rendered from the rows of a `datasets.IterableDataset`."""
 
-    def __init__(self, path: str, rows: Any, render: Render, repeat: bool):
-        self._path, self._rows, self._render, self._repeat = path, rows, render, repeat
+    def __init__(self, where: str, rows: Any, render: Render, repeat: bool):
+        self._where, self._rows, self._render, self._repeat = path, rows, render, repeat
         self._beginning = copy.deepcopy(rows.state_dict())
         self._iterator = iter(rows)
         self._rendered = 0  # documents of this epoch so far
@@ -187,7 +188,9 @@ class _Rows(Stream[str]):
                 row = next(self._iterator)
             except StopIteration:
                 if not self._rendered:
-                    raise DataError(f"{self._path}: no row gives a document (all empty, or not verified)") from None
+                    raise DataError(
+                        f"{self._where}: no row gives a document (none left, all empty, or none verified)"
+                    ) from None
                 if not self._repeat:
                     raise
                 self._start_at(self._beginning, rendered=0)

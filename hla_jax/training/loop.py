@@ -35,7 +35,8 @@ class LoopConfig:
       steps: of the whole run.
       log_every, evaluate_every, save_every: intervals.
       keep: number of newest checkpoints that stay.
-      best_metric: name among the evaluation's results; the checkpoint where it was smallest stays too.
+      best_metric: name among the evaluation's results; of the checkpoints saved at a step that evaluates, the one where
+        it was smallest stays too.
     """
 
     steps: int
@@ -113,6 +114,8 @@ def run(
                 bar.write(f"resumed after step {start} from {checkpoints.directory}")
             elif evaluate is not None:
                 evaluated = _floats(evaluate(state))
+                if config.best_metric not in {None, *evaluated}:
+                    raise TrainingError(f"best_metric {config.best_metric!r} is not among {sorted(evaluated)}")
                 if writer:
                     writer.write(0, evaluated)
             since = start, time.monotonic()

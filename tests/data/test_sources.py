@@ -95,6 +95,8 @@ def test_errors_say_what_is_wrong(tmp_path, jsonl):
     for path, message in cases.items():
         with pytest.raises(DataError, match=message):
             next(open_documents(path))
+    with pytest.raises(DataError, match="after its first 5 rows: no row gives a document"):
+        next(open_documents(jsonl, skip=5))
     with pytest.raises(DataError, match=r"no column 'content'; its columns are 'text', 'n'"):
         open_documents(jsonl, Text("content"))
 

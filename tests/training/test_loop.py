@@ -197,6 +197,22 @@ def test_unusable_work_directory(tmp_path):
         run(make_state(), STEP, make_batches(), config(), tmp_path / "file" / "run")
 
 
+def test_the_best_checkpoint_stays(tmp_path):
+    scores = iter([5.0, 3.0, 1.0, 2.0, 4.0])
+
+    def evaluate(state):
+        return {"kl": next(scores)}
+
+    when = {"steps": 16, "evaluate_every": 4, "save_every": 4, "keep": 1, "best_metric": "kl"}
+    run(make_state(), STEP, make_batches(), config(**when), tmp_path, evaluate)
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"8", "16"}
+
+
+def test_an_unknown_best_metric_is_named_before_training(tmp_path):
+    with pytest.raises(TrainingError, match=r"'kl' is not among \['held_out'\]"):
+        run(make_state(), STEP, make_batches(), config(best_metric="kl"), tmp_path, evaluate)
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     run(make_state(), STEP, make_batches(), config(steps=1), tmp_path)
     other = init({"w": jnp.zeros(4)}, adamw(OPTIMIZER), seed=0)
