@@ -177,7 +177,7 @@ class _Rows(Stream[str]):
     """Documents rendered from the rows of a `datasets.IterableDataset`."""
 
     def __init__(self, where: str, rows: Any, render: Render, repeat: bool):
-        self._where, self._rows, self._render, self._repeat = path, rows, render, repeat
+        self._where, self._rows, self._render, self._repeat = where, rows, render, repeat
         self._beginning = copy.deepcopy(rows.state_dict())
         self._iterator = iter(rows)
         self._rendered = 0  # documents of this epoch so far
