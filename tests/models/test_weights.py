@@ -240,8 +240,9 @@ def test_initialisation_has_the_moments_asked_for(std):
     params = weights.init_params(config, jax.random.key(0), embedding_std=std, post_norm_gain=0.3)
     assert np.std(params["embed_tokens"]) == pytest.approx(std, rel=0.02)
     assert np.std(params["layers"]["down_proj"]) == pytest.approx(200 ** -0.5, rel=0.02)
-    np.testing.assert_array_equal(params["layers"]["post_attention_layernorm_2"], np.float32(0.3))
-    np.testing.assert_array_equal(params["layers"]["post_attention_layernorm"], 1)
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        np.testing.assert_array_equal(params["layers"][norm], 1)
+        np.testing.assert_array_equal(params["layers"][f"{norm}_2"], np.float32(0.3))
     np.testing.assert_array_equal(params["early_exit_gate"]["bias"], 0)
     assert not np.array_equal(params["layers"]["gate_proj"], params["layers"]["up_proj"])
     params = weights.init_params(config, jax.random.key(0), matrix_std=0.5)
@@ -287,6 +288,9 @@ q = spread["layers"]["q_proj"]
 assert len(q.addressable_shards) == 8 and q.addressable_shards[0].data.shape == (3, 16, 64), q.sharding
 assert spread["layers"]["o_proj"].addressable_shards[0].data.shape == (3, 64, 16)
 assert spread["embed_tokens"].addressable_shards[0].data.shape == (80, 64)
+by_layer = weights.load_params(directory, config, mesh=jax.make_mesh((3,), ("stage",)), rules={"layers": "stage"})
+jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), whole, by_layer)
+assert by_layer["layers"]["q_proj"].addressable_shards[2].data.shape == (1, 64, 64)
 weights.save_params(spread, config, sys.argv[2], 100_000)
 print("sharded", jax.device_count())
 """
