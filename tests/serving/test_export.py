@@ -12,11 +12,10 @@ from safetensors.numpy import load_file, save_file
 
 from hla_jax import attention_files
 from hla_jax.attention.full import FullCache
-from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention
 from hla_jax.attention.shared import SharedLoop
 from hla_jax.config import OuroConfig
-from hla_jax.model import Model
+from hla_jax.model import Model, load
 from hla_jax.models import weights
 from hla_jax.serving.export import ExportError, export
 from hla_jax.tensor_files import WeightsError
@@ -48,15 +47,10 @@ def attention():
     return Attention(example.hla, dict(example.maps))
 
 
-def read_back(directory, base=None):
-    """Parameters, scheme and maps of an exported directory."""
-    config = OuroConfig.from_directory(directory)
-    params = weights.load_params(attention_files.base_directory(directory), config)
-    name, fields = attention_files.read_attention(directory)
-    assert name == "hla"
-    scheme = HLA.from_config(fields)
-    maps = attention_files.load_maps(directory, name, scheme.map_shapes(config), config.num_layers)
-    return params, Attention(scheme, maps)
+def read_back(directory):
+    """Parameters and attention of an exported directory, in the dtypes they are stored in."""
+    model = load(directory, dtype=None)
+    return model.params, model.attention
 
 
 def assert_same_bits(a, b):
@@ -158,10 +152,10 @@ def test_another_base_is_refused(model, base, attention, tmp_path):
     tensors["model.norm.weight"][3] += 1e-6
     save_file(tensors, base / "model.safetensors")
     with pytest.raises(WeightsError, match=r"another base model .* expected sha256 \w{64}, found \w{64}"):
-        attention_files.base_directory(tmp_path / "out")
+        load(tmp_path / "out")
     shutil.rmtree(base)
     with pytest.raises(WeightsError, match="base_model not found"):
-        attention_files.base_directory(tmp_path / "out")
+        load(tmp_path / "out")
 
 
 def test_maps_refitted_on_a_maps_only_model_keep_the_first_base(model, base, attention, tmp_path):
