@@ -9,8 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from hla_jax.attention import window
 from hla_jax.attention.parallel import exact_attention
-from hla_jax.attention.scheme import Cache, Maps, Scheme, Shape, Transform, put_one, put_tokens
+from hla_jax.attention.scheme import Cache, Maps, Scheme, Shape, Transform, new_token, put_tokens, slot_of, store_token
 from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode.reference import latent_decode
 from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, rotate
@@ -50,24 +51,25 @@ class FullCache(Scheme):
 
         def attend(buffers: dict[str, Array], inputs: LayerInputs) -> tuple[Array, dict[str, Array]]:
             q, k = rotate_qk(config, inputs, positions)
-            slot = inputs.loop * config.num_layers + inputs.layer
+            slot = slot_of(config, inputs)
             buffers = {"k": put_tokens(buffers["k"], slot, k), "v": put_tokens(buffers["v"], slot, inputs.v)}
             return exact_attention(q, k, inputs.v), buffers
 
         return Transform([Stage(range(config.num_loops), attend)], cache.buffers, lambda buffers: Cache(buffers, lengths))
 
     def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
-        position = cache.lengths
+        buffers, position = cache.buffers, cache.lengths
 
-        def attend(buffers: dict[str, Array], inputs: LayerInputs) -> tuple[Array, dict[str, Array]]:
+        def attend(new: dict[str, Array], inputs: LayerInputs) -> tuple[Array, dict[str, Array]]:
             q, k = rotate_qk(config, inputs, position[:, None])
-            slot = inputs.loop * config.num_layers + inputs.layer
-            buffers = {"k": put_one(buffers["k"], slot, k[:, 0], position),
-                       "v": put_one(buffers["v"], slot, inputs.v[:, 0], position)}
-            out, _, _ = latent_decode(q[:, 0], buffers["k"][slot], buffers["v"][slot], position + 1, config.head_dim**-0.5)
-            return out[:, None], buffers
+            slot = slot_of(config, inputs)
+            past, itself, _ = latent_decode(q[:, 0], buffers["k"][slot], buffers["v"][slot], position, config.head_dim**-0.5,
+                                            window.read(config, buffers, inputs, q, k, position))
+            new = {"k": new["k"].at[slot].set(k[:, 0]), "v": new["v"].at[slot].set(inputs.v[:, 0])}
+            return (past + itself)[:, None], new
 
-        return Transform([Stage(range(config.num_loops), attend)], cache.buffers, lambda buffers: Cache(buffers, position + 1))
+        return Transform([Stage(range(config.num_loops), attend)], new_token(buffers),
+                         lambda new: Cache(store_token(buffers, new, position), position + 1))
 
     def swapped(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
         """Every token reads exact keys and values, so this is the exact pass."""

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from hla_jax.attention import window
 from hla_jax.attention.full import rotate_qk
 from hla_jax.attention.parallel import exact_attention, hybrid_attention
-from hla_jax.attention.scheme import Cache, Maps, Scheme, SchemeError, Shape, Transform, put_one, put_tokens
+from hla_jax.attention.scheme import Cache, Maps, Scheme, SchemeError, Shape, Transform, new_token, put_tokens, store_token
 from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode.reference import latent_decode
 from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, linear, rotate
@@ -116,7 +116,7 @@ class HLA(Scheme):
 
         def attend(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             q, k = rotate_qk(config, inputs, positions)
-            return exact_attention(q, k, inputs.v), window.keep_prompt(buffers, inputs, k, lengths)
+            return exact_attention(q, k, inputs.v), window.keep_prompt(config, buffers, inputs, k, lengths)
 
         def finish(buffers: Buffers) -> Cache:
             turn = lambda layer, buffer: put_tokens(
@@ -127,46 +127,37 @@ class HLA(Scheme):
         return Transform(_stages(config, attend_first, attend_rest), cache.buffers, finish)
 
     def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
-        position = cache.lengths
+        """The main latent is summed over the loops in float32, and stored when it is complete, its key part rotated once."""
+        buffers, position = cache.buffers, cache.lengths
         far = jnp.maximum(position - self.window, 0)
-        scale = config.head_dim**-0.5
-        batch, wide = position.shape[0], accumulation_dtype(cache.buffers["latent_k"].dtype)
-        sums = {"sum_k": jnp.zeros((config.num_layers, batch, self.rank_k), wide),
-                "sum_v": jnp.zeros((config.num_layers, batch, self.rank_v), wide)}
 
-        def attend_first(state: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+        def attend_first(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             latent_k, latent_v = self.write_first(config, maps, inputs, position[:, None])
-            state = state | {"latent_k1": put_one(state["latent_k1"], inputs.layer, latent_k[:, 0], position),
-                             "latent_v1": put_one(state["latent_v1"], inputs.layer, latent_v[:, 0], position)}
+            new = new | {"latent_k1": new["latent_k1"].at[inputs.layer].set(latent_k[:, 0]),
+                         "latent_v1": new["latent_v1"].at[inputs.layer].set(latent_v[:, 0])}
             query = self.query_first(config, maps, inputs, position[:, None])
-            out, state = attend(state, inputs, query, "latent_k1", "latent_v1", maps["read_o1"][inputs.layer])
-            return out, state
+            stored = buffers["latent_k1"][inputs.layer], buffers["latent_v1"][inputs.layer]
+            return attend(new, inputs, query, *stored, maps["read_o1"][inputs.layer])
 
-        def attend_rest(state: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+        def attend_rest(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             part_k, part_v = self.write_rest(maps, inputs)
-            state = state | {"sum_k": state["sum_k"].at[inputs.layer].add(part_k[:, 0].astype(wide)),
-                             "sum_v": state["sum_v"].at[inputs.layer].add(part_v[:, 0].astype(wide))}
+            new = new | {"latent_k": new["latent_k"].at[inputs.layer].add(part_k[:, 0]),
+                         "latent_v": new["latent_v"].at[inputs.layer].add(part_v[:, 0])}
             query = self.query_rest(config, maps, inputs, position[:, None])
-            return attend(state, inputs, query, "latent_k", "latent_v", maps["read_o"][inputs.layer, inputs.loop - 1])
+            stored = buffers["latent_k"][inputs.layer], buffers["latent_v"][inputs.layer]
+            return attend(new, inputs, query, *stored, maps["read_o"][inputs.layer, inputs.loop - 1])
 
-        def attend(state: Buffers, inputs: LayerInputs, query: Array, keys: str, values: str, read: Array) -> tuple[Array, Buffers]:
+        def attend(new: Buffers, inputs: LayerInputs, query: Array, keys: Array, values: Array, read: Array) -> tuple[Array, Buffers]:
             q, k = rotate_qk(config, inputs, position[:, None])
-            latent, exact, _ = latent_decode(
-                query[:, 0], state[keys][inputs.layer][:, :, None], state[values][inputs.layer][:, :, None], far, scale,
-                window.read(state, inputs, q, k, position))
-            return output(latent[:, None], read) + exact[:, None], window.push(state, inputs, k, position)
+            latent, exact, _ = latent_decode(query[:, 0], keys[:, :, None], values[:, :, None], far, config.head_dim**-0.5,
+                                             window.read(config, buffers, inputs, q, k, position))
+            return output(latent[:, None], read) + exact[:, None], window.note(config, new, inputs, k)
 
-        def finish(state: Buffers) -> Cache:
-            # Complete only now, after the last loop: stored once, its key part rotated once.
-            each_layer = jnp.arange(config.num_layers)[:, None]
-            sequence = jnp.arange(batch)[None]
-            rotated = self.rotate_main(config, jnp.moveaxis(state["sum_k"], 0, 1)[:, None], position[:, None])[:, 0]
-            store = lambda name, value: state[name].at[each_layer, sequence, position[None]].set(value.astype(state[name].dtype))
-            buffers = {name: state[name] for name in cache.buffers}
-            return Cache(buffers | {"latent_k": store("latent_k", jnp.moveaxis(rotated, 1, 0)),
-                                    "latent_v": store("latent_v", state["sum_v"])}, position + 1)
+        def finish(new: Buffers) -> Cache:
+            rotated = self.rotate_main(config, jnp.moveaxis(new["latent_k"], 0, 1)[:, None], position[:, None])[:, 0]
+            return Cache(store_token(buffers, new | {"latent_k": jnp.moveaxis(rotated, 1, 0)}, position), position + 1)
 
-        return Transform(_stages(config, attend_first, attend_rest), cache.buffers | sums, finish)
+        return Transform(_stages(config, attend_first, attend_rest), new_token(buffers), finish)
 
     def swapped(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
         """Main latents come from the pass that filled the cache, loop-1 latents and the window from this pass (HLA, section 4.2)."""

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from hla_jax.config import OuroConfig
-from hla_jax.models.ouro import Stage
+from hla_jax.models.layers import accumulation_dtype
+from hla_jax.models.ouro import LayerInputs, Stage
 
 Maps = Mapping[str, Array]
 Shape = tuple[int, ...]
@@ -67,10 +68,10 @@ class Scheme(abc.ABC):
         return 0
 
     def cache_shapes(self, config: OuroConfig, batch: int, capacity: int) -> dict[str, Shape]:
-        """Shape of every buffer: [slots, B, C, ...] for what grows with the tokens, [T, L, B, W, G, dh] for the window."""
+        """Shape of every buffer: [slots, B, C, ...] for what grows with the tokens, [T L, B, W, G, dh] for the window."""
         shapes = {name: (slots, batch, capacity, *rest) for name, (slots, *rest) in self.token_shapes(config).items()}
         if self.window_tokens():
-            window = (config.num_loops, config.num_layers, batch, self.window_tokens(), config.num_kv_heads, config.head_dim)
+            window = (config.num_loops * config.num_layers, batch, self.window_tokens(), config.num_kv_heads, config.head_dim)
             shapes |= {"window_k": window, "window_v": window}
         return shapes
 
@@ -130,7 +131,22 @@ def put_tokens(buffer: Array, slot: Array | int, value: Array, start: Array | in
     return jax.lax.dynamic_update_slice(buffer, value[None], starts)
 
 
-def put_one(buffer: Array, slot: Array | tuple[Array, Array], value: Array, index: Int[Array, " B"]) -> Array:
-    """Writes `value` [B, ...] at token `index[b]` of each sequence of `buffer[slot]` [B, C, ...]."""
-    slots = slot if isinstance(slot, tuple) else (slot,)
-    return buffer.at[(*slots, jnp.arange(value.shape[0]), index)].set(value.astype(buffer.dtype))
+def new_token(buffers: dict[str, Array]) -> dict[str, Array]:
+    """Zeros for what one new token adds to a cache: [slots, B, ...] in float32 or wider for each buffer [slots, B, C, ...]."""
+    shape = lambda buffer: buffer.shape[:2] + buffer.shape[3:]
+    return {name: jnp.zeros(shape(buffer), accumulation_dtype(buffer.dtype)) for name, buffer in buffers.items()}
+
+
+def store_token(buffers: dict[str, Array], new: dict[str, Array], position: Int[Array, " B"]) -> dict[str, Array]:
+    """Writes what `new_token` was filled with at each sequence's `position`; in a ring of W tokens that is slot `position` mod W.
+
+    A decode step only reads the cache until its last loop is over, and then stores its token here, once: XLA copies a buffer that is
+    read and written in turns inside a loop.
+    """
+    put = lambda buffer, value: buffer.at[:, jnp.arange(position.shape[0]), position % buffer.shape[2]].set(value.astype(buffer.dtype))
+    return {name: put(buffer, new[name]) for name, buffer in buffers.items()}
+
+
+def slot_of(config: OuroConfig, inputs: LayerInputs) -> Int[Array, ""]:
+    """Slot of a layer at a loop in buffers that keep every loop's own entries: t * L + l."""
+    return inputs.loop * config.num_layers + inputs.layer

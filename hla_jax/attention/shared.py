@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 from hla_jax.attention import window
 from hla_jax.attention.full import rotate_qk
 from hla_jax.attention.parallel import exact_attention, hybrid_attention
-from hla_jax.attention.scheme import Cache, Maps, Scheme, SchemeError, Shape, Transform, put_one, put_tokens
+from hla_jax.attention.scheme import Cache, Maps, Scheme, SchemeError, Shape, Transform, new_token, put_tokens, store_token
 from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode.reference import latent_decode
 from hla_jax.models.ouro import LayerInputs, Stage
@@ -42,7 +42,7 @@ class SharedLoop(Scheme):
 
         def attend(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             q, k = rotate_qk(config, inputs, positions)
-            return exact_attention(q, k, inputs.v), window.keep_prompt(buffers, inputs, k, lengths)
+            return exact_attention(q, k, inputs.v), window.keep_prompt(config, buffers, inputs, k, lengths)
 
         def attend_last(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             _, k = rotate_qk(config, inputs, positions)
@@ -53,23 +53,23 @@ class SharedLoop(Scheme):
         return Transform(self._stages(config, attend, attend_last), cache.buffers, lambda buffers: Cache(buffers, lengths))
 
     def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
-        position = cache.lengths
+        buffers, position = cache.buffers, cache.lengths
 
-        def attend(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+        def attend(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             q, k = rotate_qk(config, inputs, position[:, None])
             far, near, _ = latent_decode(
                 q[:, 0], buffers["last_k"][inputs.layer], buffers["last_v"][inputs.layer], jnp.maximum(position - self.window, 0),
-                config.head_dim**-0.5, window.read(buffers, inputs, q, k, position))
-            return (far + near)[:, None], window.push(buffers, inputs, k, position)
+                config.head_dim**-0.5, window.read(config, buffers, inputs, q, k, position))
+            return (far + near)[:, None], window.note(config, new, inputs, k)
 
-        def attend_last(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+        def attend_last(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             _, k = rotate_qk(config, inputs, position[:, None])
-            out, buffers = attend(buffers, inputs)
-            return out, buffers | {"last_k": put_one(buffers["last_k"], inputs.layer, k[:, 0], position),
-                                   "last_v": put_one(buffers["last_v"], inputs.layer, inputs.v[:, 0], position)}
+            out, new = attend(new, inputs)
+            return out, new | {"last_k": new["last_k"].at[inputs.layer].set(k[:, 0]),
+                               "last_v": new["last_v"].at[inputs.layer].set(inputs.v[:, 0])}
 
-        return Transform(self._stages(config, attend, attend_last), cache.buffers,
-                         lambda buffers: Cache(buffers, position + 1))
+        return Transform(self._stages(config, attend, attend_last), new_token(buffers),
+                         lambda new: Cache(store_token(buffers, new, position), position + 1))
 
     def swapped(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
         positions = jnp.arange(tokens)[None]

@@ -9,47 +9,53 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hla_jax.attention.scheme import put_one
+from hla_jax.attention.scheme import slot_of
+from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode.reference import Window
 from hla_jax.models.ouro import LayerInputs
 
 Buffers = dict[str, Array]
 
 
-def keep_prompt(buffers: Buffers, inputs: LayerInputs, k: Float[Array, "B S G dh"], lengths: Int[Array, " B"]) -> Buffers:
+def keep_prompt(
+    config: OuroConfig, buffers: Buffers, inputs: LayerInputs, k: Float[Array, "B S G dh"], lengths: Int[Array, " B"]
+) -> Buffers:
     """Fills the ring of one layer and loop with the last W tokens of each right-padded prompt."""
     if "window_k" not in buffers:
         return buffers
-    window = buffers["window_k"].shape[3]
+    window = buffers["window_k"].shape[2]
     slots = jnp.arange(window)
     last = lengths[:, None] - 1
     # The newest token of each slot; slots of prompts shorter than the window stay unfilled, whatever they hold.
     token = jnp.maximum(last - (last - slots) % window, 0)[:, :, None, None]
     take = lambda x, buffer: jnp.take_along_axis(x, token, axis=1).astype(buffer.dtype)
     return buffers | {
-        name: buffers[name].at[inputs.loop, inputs.layer].set(take(x, buffers[name]))
+        name: buffers[name].at[slot_of(config, inputs)].set(take(x, buffers[name]))
         for name, x in (("window_k", k), ("window_v", inputs.v))
     }
 
 
 def read(
-    buffers: Buffers, inputs: LayerInputs, q: Float[Array, "B 1 H dh"], k: Float[Array, "B 1 G dh"], position: Int[Array, " B"]
+    config: OuroConfig,
+    buffers: Buffers,
+    inputs: LayerInputs,
+    q: Float[Array, "B 1 H dh"],
+    k: Float[Array, "B 1 G dh"],
+    position: Int[Array, " B"],
 ) -> Window:
-    """The window that a token at `position` sees, in one layer and loop."""
+    """What a token at `position` sees exactly in one layer and loop: the ring, empty for schemes without a window, and itself."""
     k, v = k[:, 0], inputs.v[:, 0]
     if "window_k" in buffers:
-        keys, values = (buffers[name][inputs.loop, inputs.layer] for name in ("window_k", "window_v"))
+        keys, values = (buffers[name][slot_of(config, inputs)] for name in ("window_k", "window_v"))
     else:
         keys = values = jnp.zeros((k.shape[0], 0, *k.shape[1:]), k.dtype)
     filled = jnp.arange(keys.shape[1]) < position[:, None]
     return Window(q[:, 0], keys, values, filled, k, v)
 
 
-def push(buffers: Buffers, inputs: LayerInputs, k: Float[Array, "B 1 G dh"], position: Int[Array, " B"]) -> Buffers:
-    """Stores the current token in the place of the oldest one."""
-    if "window_k" not in buffers:
-        return buffers
-    slot = (inputs.loop, inputs.layer)
-    index = position % buffers["window_k"].shape[3]
-    return buffers | {"window_k": put_one(buffers["window_k"], slot, k[:, 0], index),
-                      "window_v": put_one(buffers["window_v"], slot, inputs.v[:, 0], index)}
+def note(config: OuroConfig, new: Buffers, inputs: LayerInputs, k: Float[Array, "B 1 G dh"]) -> Buffers:
+    """Notes the current token's keys and values of one layer and loop, for `scheme.store_token` to put in the oldest one's place."""
+    if "window_k" not in new:
+        return new
+    slot = slot_of(config, inputs)
+    return new | {"window_k": new["window_k"].at[slot].set(k[:, 0]), "window_v": new["window_v"].at[slot].set(inputs.v[:, 0])}
