@@ -1,0 +1,131 @@
+"""Accuracy on the synthetic tasks, decoded greedily through each cache and paired question by question with the full cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from tqdm.auto import tqdm
+
+from hla_jax.attention.scheme import Attention, Cache
+from hla_jax.config import OuroConfig
+from hla_jax.data import synthetic
+from hla_jax.evaluation import together
+from hla_jax.evaluation.estimates import Proportion
+from hla_jax.evaluation.schemes import FULL, Schemes
+from hla_jax.evaluation.tasks import Setting, answer_length
+from hla_jax.generation import decode
+from hla_jax.generation.generate import pad
+from hla_jax.generation.sampling import Sampling, request_keys
+from hla_jax.model import Model
+from hla_jax.models import ouro
+
+# Prompts and caches are padded to multiples of this, so that settings of one length share their compiled programs.
+_PADDING = 64
+_TOKENS_PER_DISPATCH = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskScore:
+    """One scheme on one task at one distance.
+
+    Attributes:
+      scheme, task: names.
+      distance: tokens from what the answer needs to the answer.
+      answers: right ones.
+      lost: questions that the full cache answers and this scheme does not.
+      gained: the other way round.
+    """
+
+    scheme: str
+    task: str
+    distance: int
+    answers: Proportion
+    lost: int
+    gained: int
+
+
+def score_tasks(
+    model: Model, schemes: Schemes, settings: Sequence[Setting], filler: synthetic.Filler, *, examples: int = 64, seed: int = 0
+) -> list[TaskScore]:
+    """Asks every scheme the same `examples` questions of every setting, all questions of one setting in one batch.
+
+    The prompts are read in one exact pass that fills all caches; each scheme then generates from its own.
+
+    Args:
+      model: with a tokenizer.
+      schemes: name -> scheme and maps, among them the full cache as `FULL`.
+      settings: tasks, lengths and distances.
+      filler: lines of text between the definitions.
+      examples: questions of each setting.
+      seed: of the questions.
+    """
+    questions = {setting: setting.examples(examples, filler, seed) for setting in settings}
+    new_tokens = max(answer_length(asked, model.tokenizer.encode) for asked in questions.values())
+    scores = []
+    with tqdm(total=len(questions) * len(schemes), desc="tasks", unit="run") as bar:
+        for setting, asked in questions.items():
+            bar.set_postfix_str(setting.name)
+            right: dict[str, np.ndarray] = {}
+            for name, completions in complete(model, schemes, [example.prompt for example in asked], new_tokens):
+                right[name] = np.array([synthetic.score(example, text) for example, text in zip(asked, completions)])
+                bar.update()
+            scores += [_score(name, setting, right[name], right[FULL]) for name in schemes]
+    return scores
+
+
+def complete(model: Model, schemes: Schemes, prompts: Sequence[str], new_tokens: int):
+    """Yields (name, greedy continuations up to the first newline) for one scheme after the other."""
+    ids = [model.tokenizer.encode(prompt) for prompt in prompts]
+    tokens, lengths = pad(ids, _padded(max(map(len, ids))))
+    capacity = tokens.shape[1] + _padded(new_tokens)
+    logits, caches = _prefill(model.params, model.config, dict(schemes), tokens, lengths, capacity)
+    stop = jnp.asarray(sorted({*model.stop_tokens, *_newlines(model)}), jnp.int32)
+    for name in schemes:
+        # Taken out of the dict: decoding overwrites the cache in place, and its memory is free afterwards.
+        made = _greedy(model, schemes[name], logits, caches.pop(name), stop, new_tokens)
+        yield name, [model.tokenizer.decode(row[row >= 0]) for row in made]
+
+
+def _greedy(
+    model: Model, attention: Attention, logits: Float[Array, "B V"], cache: Cache, stop: Int[Array, " E"], new_tokens: int
+) -> Int[np.ndarray, "B N"]:
+    """New tokens, the stop token included, -1 after it."""
+    keys = request_keys(jnp.arange(logits.shape[0], dtype=jnp.uint32))
+    limit = jnp.full(logits.shape[0], new_tokens, jnp.int32)
+    progress = decode.start(logits, cache, Sampling(), keys, stop)
+    made = [np.asarray(progress.token)[:, None]]
+    while not bool(jnp.all(progress.done | (progress.made >= limit))):
+        out, progress = decode.advance(model.params, model.config, attention, progress, Sampling(), keys, stop, limit,
+                                       _TOKENS_PER_DISPATCH)
+        made.append(np.asarray(out))
+    return np.concatenate(made, axis=1)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "capacity"))
+def _prefill(
+    params: ouro.Params, config: OuroConfig, schemes: dict[str, Attention], tokens: Int[Array, "B S"], lengths: Int[Array, " B"],
+    capacity: int,
+) -> tuple[Float[Array, "B V"], dict[str, Cache]]:
+    hidden, caches = together.prefill_hidden(params, config, schemes, tokens, lengths, capacity)
+    return ouro.logits(params, together.last_hidden(hidden, lengths)), caches
+
+
+def _score(name: str, setting: Setting, right: np.ndarray, full: np.ndarray) -> TaskScore:
+    return TaskScore(name, setting.task.kind, setting.distance, Proportion(int(right.sum()), right.size),
+                     lost=int((full & ~right).sum()), gained=int((right & ~full).sum()))
+
+
+def _newlines(model: Model) -> list[int]:
+    """Tokens that hold a line break."""
+    texts = model.tokenizer.batch_decode([[token] for token in range(len(model.tokenizer))])
+    return [token for token, text in enumerate(texts) if "\n" in text]
+
+
+def _padded(tokens: int) -> int:
+    return -(-tokens // _PADDING) * _PADDING

@@ -1,0 +1,55 @@
+"""Numbers with their uncertainty."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+_Z95 = 1.959963984540054
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A mean over sequences. Tokens of one sequence are correlated, so the error comes from the sequences' own means.
+
+    Attributes:
+      mean: over all tokens.
+      stderr: standard error of the mean; None for one sequence.
+      sequences: how many.
+    """
+
+    mean: float
+    stderr: float | None
+    sequences: int
+
+    @classmethod
+    def of(cls, by_sequence: np.ndarray) -> Estimate:
+        """From one mean a sequence, [N]."""
+        count = by_sequence.size
+        stderr = float(np.std(by_sequence, ddof=1) / math.sqrt(count)) if count > 1 else None
+        return cls(float(np.mean(by_sequence)), stderr, count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Proportion:
+    """`right` of `count`."""
+
+    right: int
+    count: int
+
+    @property
+    def rate(self) -> float:
+        return self.right / self.count
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95% interval, which stays within 0 and 1 and is not empty at either end."""
+        centre = self.right + _Z95**2 / 2
+        spread = _Z95 * math.sqrt(self.right * (self.count - self.right) / self.count + _Z95**2 / 4)
+        total = self.count + _Z95**2
+        return max(0.0, (centre - spread) / total), min(1.0, (centre + spread) / total)
+
+    def __add__(self, other: Proportion) -> Proportion:
+        return Proportion(self.right + other.right, self.count + other.count)

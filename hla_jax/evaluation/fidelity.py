@@ -1,0 +1,166 @@
+"""How close decoding through a compressed cache stays to the full cache, and how close its attention.
+
+Decoding is real: the prompt in one exact pass, the rest token by token through each cache, whose content comes from its own earlier
+steps. The tokens are given, so that all schemes are compared on the same text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from tqdm.auto import tqdm
+
+from hla_jax.attention.hla import HLA
+from hla_jax.attention.scheme import Attention, Cache
+from hla_jax.config import OuroConfig
+from hla_jax.evaluation import together
+from hla_jax.evaluation.estimates import Estimate
+from hla_jax.evaluation.schemes import FULL, Schemes
+from hla_jax.generation import decode
+from hla_jax.model import Model
+from hla_jax.models import ouro
+from hla_jax.training import uptrain
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionRange:
+    """KL of the tokens read at positions `start` .. `stop` - 1."""
+
+    start: int
+    stop: int
+    kl: Estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """Next-token distributions of one scheme against the full cache's, over the tokens decoded through the cache.
+
+    Attributes:
+      kl: KL(full cache || scheme) in nats.
+      top1: fraction of tokens whose most likely successor is the same.
+      by_position: the KL at growing distance from the start, in ranges of 1, 1, 2, 4, ... windows.
+    """
+
+    kl: Estimate
+    top1: Estimate
+    by_position: tuple[PositionRange, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionDivergence:
+    """Attention against the exact one at every loop, on the reference's hidden states: the two terms of uptraining's loss.
+
+    Attributes:
+      kl: KL(exact || scheme) in nats, averaged over layers, heads and tokens.
+      error: relative squared error of the attention output.
+    """
+
+    kl: tuple[float, ...]
+    error: tuple[float, ...]
+
+    @property
+    def mean_kl(self) -> float:
+        """Over loops."""
+        return float(np.mean(self.kl))
+
+
+def compare_decoding(
+    model: Model, schemes: Schemes, sequences: Int[np.ndarray, "N S"], prompt_length: int, *, batch_size: int = 8
+) -> dict[str, Decoding]:
+    """Decodes held-out sequences through every cache at once.
+
+    Memory: one cache of every scheme and the logits of one token for `batch_size` sequences.
+
+    Args:
+      model: the model.
+      schemes: name -> scheme and maps, among them the full cache as `FULL`.
+      sequences: token ids without padding.
+      prompt_length: tokens of the exact pass, which no scheme changes; the others are decoded and counted.
+      batch_size: sequences at a time.
+
+    Returns:
+      The comparison of every scheme but the full cache.
+
+    Raises:
+      ValueError: a `prompt_length` that leaves nothing to decode.
+    """
+    sequences = np.asarray(sequences)
+    length = sequences.shape[1]
+    if not 1 <= prompt_length < length:
+        raise ValueError(f"prompt_length must be in 1 .. {length - 1} for sequences of {length} tokens, found {prompt_length}")
+    parts = []
+    batches = _batches(sequences, batch_size)
+    for rows, kept in tqdm(batches, total=-(-len(sequences) // batch_size), desc="decoding KL", unit="batch"):
+        found = jax.device_get(_compare(model.params, model.config, dict(schemes), jnp.asarray(rows), prompt_length))
+        parts.append(jax.tree.map(lambda x: x[:, :kept].T, found))
+    by_token: dict[str, tuple[np.ndarray, np.ndarray]] = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+    window = max(attention.scheme.window_tokens() for attention in schemes.values())
+    return {name: _summary(*by_token[name], prompt_length, window) for name in schemes if name != FULL}
+
+
+def attention_divergence(
+    model: Model, attention: Attention, sequences: Int[np.ndarray, "N S"], *, batch_size: int = 4
+) -> AttentionDivergence:
+    """Attention of HLA maps against the exact one on held-out sequences. Raises `TypeError` for another scheme."""
+    if not isinstance(attention.scheme, HLA):
+        raise TypeError(f"attention is compared on the hidden states of HLA's uptraining; found {type(attention.scheme).__name__}")
+    sequences = np.asarray(sequences)
+    sums, positions = None, jnp.arange(sequences.shape[1])[None]
+    for rows, kept in _batches(sequences, batch_size):
+        # Rows that only fill the batch are marked as padding, which does not count.
+        segments = jnp.broadcast_to((jnp.arange(batch_size) < kept)[:, None], rows.shape).astype(jnp.int32)
+        found = _divergence(attention.scheme, model.config, attention.params, model.params, jnp.asarray(rows),
+                            jnp.broadcast_to(positions, rows.shape), segments)
+        part = jax.tree.map(lambda x: np.asarray(x, np.float64) * kept / len(sequences), found)
+        sums = part if sums is None else jax.tree.map(np.add, sums, part)
+    return AttentionDivergence(tuple(sums.kl.tolist()), tuple(sums.error.tolist()))
+
+
+_divergence = jax.jit(uptrain.divergence, static_argnums=(0, 1))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "prompt_length"))
+def _compare(
+    params: ouro.Params, config: OuroConfig, schemes: dict[str, Attention], tokens: Int[Array, "B S"], prompt_length: int
+) -> dict[str, tuple[Float[Array, "N B"], Float[Array, "N B"]]]:
+    """KL to the full cache and whether the most likely token agrees, after each decoded token."""
+    lengths = jnp.full(tokens.shape[0], prompt_length, jnp.int32)
+    _, caches = together.prefill_hidden(params, config, schemes, tokens[:, :prompt_length], lengths, tokens.shape[1])
+
+    def one(caches: dict[str, Cache], token: Int[Array, " B"]) -> tuple[dict[str, Cache], dict[str, tuple[Array, Array]]]:
+        stepped = {name: decode.step(params, config, attention, caches[name], token) for name, attention in schemes.items()}
+        full = jax.nn.log_softmax(stepped[FULL][0])
+
+        def compare(logits: Float[Array, "B V"]) -> tuple[Array, Array]:
+            kl = jnp.sum(jnp.exp(full) * (full - jax.nn.log_softmax(logits)), axis=-1)
+            return kl, (jnp.argmax(logits, axis=-1) == jnp.argmax(full, axis=-1)).astype(kl.dtype)
+
+        compared = {name: compare(logits) for name, (logits, _) in stepped.items() if name != FULL}
+        return {name: cache for name, (_, cache) in stepped.items()}, compared
+
+    return jax.lax.scan(one, caches, tokens[:, prompt_length:].T)[1]
+
+
+def _batches(sequences: Int[np.ndarray, "N S"], size: int) -> Iterator[tuple[Int[np.ndarray, "B S"], int]]:
+    """Batches of one shape, so that one program serves all, and how many rows of each count."""
+    for start in range(0, len(sequences), size):
+        rows = sequences[start:start + size]
+        yield np.concatenate([rows, np.repeat(rows[:1], size - len(rows), axis=0)]), len(rows)
+
+
+def _summary(kl: Float[np.ndarray, "N S"], same: Float[np.ndarray, "N S"], prompt_length: int, window: int) -> Decoding:
+    stop = prompt_length + kl.shape[1]
+    bounds = [0]
+    while bounds[-1] < stop:
+        bounds.append(max(window, 1) if bounds[-1] == 0 else 2 * bounds[-1])
+    ranges = [(max(low, prompt_length), min(high, stop)) for low, high in zip(bounds, bounds[1:])]
+    mean = lambda x: Estimate.of(np.mean(x, axis=1, dtype=np.float64))
+    by_position = tuple(PositionRange(low, high, mean(kl[:, low - prompt_length:high - prompt_length]))
+                        for low, high in ranges if low < high)
+    return Decoding(mean(kl), mean(same), by_position)

@@ -1,0 +1,52 @@
+"""Several caches filled by one pass: prompts are exact under every scheme, so comparing schemes need not read a prompt once each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from hla_jax.attention.scheme import Attention, Cache, Transform
+from hla_jax.config import OuroConfig
+from hla_jax.models import ouro
+from hla_jax.models.ouro import LayerInputs, Stage
+
+
+def prefill_hidden(
+    params: ouro.Params, config: OuroConfig, schemes: dict[str, Attention], tokens: Int[Array, "B S"], lengths: Int[Array, " B"],
+    capacity: int,
+) -> tuple[Float[Array, "B S d"], dict[str, Cache]]:
+    """As `generation.decode.prefill_hidden`, with the filled cache of every scheme."""
+
+    def prefill(attention: Attention) -> Transform:
+        cache = attention.scheme.init_cache(config, tokens.shape[0], capacity, params["embed_tokens"].dtype)
+        return attention.scheme.prefill(config, attention.params, cache, tokens.shape[1], lengths)
+
+    transforms = {name: prefill(attention) for name, attention in schemes.items()}
+    states = {name: transform.state for name, transform in transforms.items()}
+    hidden, states = ouro.run(params, config, tokens, _merged(config, transforms), states)
+    return hidden, {name: transform.finish(states[name]) for name, transform in transforms.items()}
+
+
+def last_hidden(hidden: Float[Array, "B S d"], lengths: Int[Array, " B"]) -> Float[Array, "B d"]:
+    """The state of each right-padded prompt's last token."""
+    return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+
+
+def _merged(config: OuroConfig, transforms: dict[str, Transform]) -> list[Stage]:
+    """Stages that hand every layer's inputs to all transforms. All return the same output, so all but one are dead code."""
+
+    def merge(loops: range) -> Stage:
+        attends = {name: next(stage.attend for stage in transform.stages if loops.start in stage.loops)
+                   for name, transform in transforms.items()}
+
+        def attend(states: dict[str, Any], inputs: LayerInputs) -> tuple[Array, dict[str, Any]]:
+            results = {name: one(states[name], inputs) for name, one in attends.items()}
+            out = next(iter(results.values()))[0]
+            return out, {name: state for name, (_, state) in results.items()}
+
+        return Stage(loops, attend)
+
+    starts = sorted({stage.loops.start for transform in transforms.values() for stage in transform.stages})
+    return [merge(range(start, stop)) for start, stop in zip(starts, [*starts[1:], config.num_loops], strict=True)]

@@ -1,0 +1,98 @@
+"""Decoding KL and attention KL against values computed another way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hla_jax.attention.full import FullCache
+from hla_jax.attention.scheme import Attention
+from hla_jax.evaluation import fidelity, together
+from hla_jax.evaluation.estimates import Estimate
+from hla_jax.evaluation.schemes import FULL, HLA_INITIAL, HLA_UPTRAINED, REUSE, SHARED, side_by_side
+from hla_jax.generation import decode
+from hla_jax.generation.generate import decode_forced
+from hla_jax.model import Model
+from hla_jax.training.uptrain import divergence
+from tests import tiny
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+PROMPT = 5
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    config = tiny.tiny_config()
+    return Model(config, tiny.tiny_params(config))
+
+
+@pytest.fixture(scope="module")
+def schemes(model):
+    return side_by_side(tiny.random_hla(model.config, window=3), tiny.full_rank_hla(model.config, model.params, window=3))
+
+
+@pytest.fixture(scope="module")
+def tokens(model):
+    return np.asarray(tiny.tiny_tokens(model.config, 3, 18))
+
+
+def test_agrees_with_logits_of_forced_decoding(model, schemes, tokens):
+    found = fidelity.compare_decoding(model, schemes, tokens, PROMPT, batch_size=2)
+    assert set(found) == {HLA_INITIAL, HLA_UPTRAINED, SHARED, REUSE}
+    full, other = (np.asarray(decode_forced(model, tokens, PROMPT, schemes[name]), np.float64)[:, PROMPT:]
+                   for name in (FULL, SHARED))
+    full, other = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (full, other))
+    kl = np.sum(np.exp(full) * (full - other), axis=-1)
+    got = found[SHARED]
+    np.testing.assert_allclose(got.kl.mean, kl.mean(), rtol=1e-4)
+    np.testing.assert_allclose(got.kl.stderr, np.std(kl.mean(1), ddof=1) / np.sqrt(3), rtol=1e-4)
+    np.testing.assert_allclose(got.top1.mean, (full.argmax(-1) == other.argmax(-1)).mean(), rtol=1e-6)
+    assert [(part.start, part.stop) for part in got.by_position] == [(5, 6), (6, 12), (12, 18)]
+    np.testing.assert_allclose([part.kl.mean for part in got.by_position],
+                               [kl[:, :1].mean(), kl[:, 1:7].mean(), kl[:, 7:].mean()], rtol=1e-4)
+
+
+def test_nothing_lost_means_no_divergence_and_a_fault_shows(model, schemes, tokens):
+    found = fidelity.compare_decoding(model, schemes, tokens, PROMPT, batch_size=3)
+    assert found[HLA_UPTRAINED].kl.mean < 1e-6
+    assert found[HLA_UPTRAINED].top1.mean == 1
+    assert found[HLA_INITIAL].kl.mean > 1e-3
+    assert found[REUSE].kl.mean > 1e-3
+
+
+def test_padding_of_the_last_batch_does_not_count(model, schemes, tokens):
+    some = {name: schemes[name] for name in (FULL, SHARED)}
+    by_two, by_three = (fidelity.compare_decoding(model, some, tokens, PROMPT, batch_size=size)[SHARED] for size in (2, 3))
+    np.testing.assert_allclose(by_two.kl.mean, by_three.kl.mean, rtol=1e-5)
+    by_two, by_three = (fidelity.attention_divergence(model, schemes[HLA_INITIAL], tokens, batch_size=size) for size in (2, 3))
+    np.testing.assert_allclose(by_two.kl, by_three.kl, rtol=1e-5)
+    np.testing.assert_allclose(by_two.error, by_three.error, rtol=1e-5)
+    hla = schemes[HLA_INITIAL]
+    position = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    expected = divergence(hla.scheme, model.config, hla.params, model.params, tokens, position, jnp.ones_like(position))
+    np.testing.assert_allclose(by_two.kl, expected.kl, rtol=1e-5)
+    np.testing.assert_allclose(by_two.mean_kl, np.mean(expected.kl), rtol=1e-5)
+
+
+def test_one_pass_fills_every_cache_as_its_own_pass_would(model, schemes, tokens):
+    lengths = jnp.asarray([18, 7, 1])
+    fill = jax.jit(lambda params: together.prefill_hidden(params, model.config, schemes, jnp.asarray(tokens), lengths, 20))
+    hidden, caches = fill(model.params)
+    for name, attention in schemes.items():
+        alone, cache = decode.prefill_hidden(model.params, model.config, attention, jnp.asarray(tokens), lengths, 20)
+        np.testing.assert_allclose(hidden, alone, atol=1e-5)
+        for buffer, expected in cache.buffers.items():
+            np.testing.assert_allclose(caches[name].buffers[buffer], expected, atol=2e-5, err_msg=f"{name} {buffer}")
+    np.testing.assert_array_equal(together.last_hidden(hidden, lengths)[1], hidden[1, 6])
+
+
+def test_prompts_that_leave_nothing_to_decode_are_refused(model, schemes, tokens):
+    with pytest.raises(ValueError, match=r"1 \.\. 17 for sequences of 18 tokens, found 18"):
+        fidelity.compare_decoding(model, schemes, tokens, 18)
+    with pytest.raises(TypeError, match="FullCache"):
+        fidelity.attention_divergence(model, Attention(FullCache()), tokens)
+
+
+def test_estimates():
+    assert Estimate.of(np.array([2.0])) == Estimate(2.0, None, 1)
+    assert Estimate.of(np.array([1.0, 3.0])) == Estimate(2.0, 1.0, 2)
