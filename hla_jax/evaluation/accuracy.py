@@ -1,10 +1,10 @@
-"""Accuracy on the synthetic tasks, decoded greedily through each cache and paired question by question with the full cache."""
+"""Accuracy on the synthetic tasks, decoded greedily through each cache and paired with the full cache's answers."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,13 @@ class TaskScore:
 
 
 def score_tasks(
-    model: Model, schemes: Schemes, settings: Sequence[Setting], filler: synthetic.Filler, *, examples: int = 64, seed: int = 0
+    model: Model,
+    schemes: Schemes,
+    settings: Sequence[Setting],
+    filler: synthetic.Filler,
+    *,
+    examples: int = 64,
+    seed: int = 0,
 ) -> list[TaskScore]:
     """Asks every scheme the same `examples` questions of every setting, all questions of one setting in one batch.
 
@@ -79,7 +85,9 @@ def score_tasks(
     return scores
 
 
-def complete(model: Model, schemes: Schemes, prompts: Sequence[str], new_tokens: int):
+def complete(
+    model: Model, schemes: Schemes, prompts: Sequence[str], new_tokens: int
+) -> Iterator[tuple[str, list[str]]]:
     """Yields (name, greedy continuations up to the first newline) for one scheme after the other."""
     ids = [model.tokenizer.encode(prompt) for prompt in prompts]
     tokens, lengths = pad(ids, _padded(max(map(len, ids))))
@@ -89,11 +97,16 @@ def complete(model: Model, schemes: Schemes, prompts: Sequence[str], new_tokens:
     for name in schemes:
         # Taken out of the dict: decoding overwrites the cache in place, and its memory is free afterwards.
         made = _greedy(model, schemes[name], logits, caches.pop(name), stop, new_tokens)
-        yield name, [model.tokenizer.decode(row[row >= 0]) for row in made]
+        yield name, [str(model.tokenizer.decode(row[row >= 0])) for row in made]
 
 
 def _greedy(
-    model: Model, attention: Attention, logits: Float[Array, "B V"], cache: Cache, stop: Int[Array, " E"], new_tokens: int
+    model: Model,
+    attention: Attention,
+    logits: Float[Array, "B V"],
+    cache: Cache,
+    stop: Int[Array, " E"],
+    new_tokens: int,
 ) -> Int[np.ndarray, "B N"]:
     """New tokens, the stop token included, -1 after it."""
     keys = request_keys(jnp.arange(logits.shape[0], dtype=jnp.uint32))
@@ -101,15 +114,20 @@ def _greedy(
     progress = decode.start(logits, cache, Sampling(), keys, stop)
     made = [np.asarray(progress.token)[:, None]]
     while not bool(jnp.all(progress.done | (progress.made >= limit))):
-        out, progress = decode.advance(model.params, model.config, attention, progress, Sampling(), keys, stop, limit,
-                                       _TOKENS_PER_DISPATCH)
+        out, progress = decode.advance(
+            model.params, model.config, attention, progress, Sampling(), keys, stop, limit, _TOKENS_PER_DISPATCH
+        )
         made.append(np.asarray(out))
     return np.concatenate(made, axis=1)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "capacity"))
 def _prefill(
-    params: ouro.Params, config: OuroConfig, schemes: dict[str, Attention], tokens: Int[Array, "B S"], lengths: Int[Array, " B"],
+    params: ouro.Params,
+    config: OuroConfig,
+    schemes: dict[str, Attention],
+    tokens: Int[Array, "B S"],
+    lengths: Int[Array, " B"],
     capacity: int,
 ) -> tuple[Float[Array, "B V"], dict[str, Cache]]:
     hidden, caches = together.prefill_hidden(params, config, schemes, tokens, lengths, capacity)
@@ -117,8 +135,14 @@ def _prefill(
 
 
 def _score(name: str, setting: Setting, right: np.ndarray, full: np.ndarray) -> TaskScore:
-    return TaskScore(name, setting.task.kind, setting.distance, Proportion(int(right.sum()), right.size),
-                     lost=int((full & ~right).sum()), gained=int((right & ~full).sum()))
+    return TaskScore(
+        name,
+        setting.task.kind,
+        setting.distance,
+        Proportion(int(right.sum()), right.size),
+        lost=int((full & ~right).sum()),
+        gained=int((right & ~full).sum()),
+    )
 
 
 def _newlines(model: Model) -> list[int]:

@@ -1,13 +1,14 @@
 """How close decoding through a compressed cache stays to the full cache, and how close its attention.
 
-Decoding is real: the prompt in one exact pass, the rest token by token through each cache, whose content comes from its own earlier
-steps. The tokens are given, so that all schemes are compared on the same text.
+Decoding is real: the prompt in one exact pass, the rest token by token through each cache, which holds what its own earlier
+steps wrote. The tokens are given, so that all schemes are compared on the same text.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -54,7 +55,7 @@ class Decoding:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionDivergence:
-    """Attention against the exact one at every loop, on the reference's hidden states: the two terms of uptraining's loss.
+    """Attention against the exact one at every loop, on the reference's hidden states: the terms of uptraining's loss.
 
     Attributes:
       kl: KL(exact || scheme) in nats, averaged over layers, heads and tokens.
@@ -93,13 +94,16 @@ def compare_decoding(
     sequences = np.asarray(sequences)
     length = sequences.shape[1]
     if not 1 <= prompt_length < length:
-        raise ValueError(f"prompt_length must be in 1 .. {length - 1} for sequences of {length} tokens, found {prompt_length}")
+        raise ValueError(
+            f"prompt_length must be in 1 .. {length - 1} for sequences of {length} tokens, found {prompt_length}"
+        )
     parts = []
     batches = _batches(sequences, batch_size)
-    for rows, kept in tqdm(batches, total=-(-len(sequences) // batch_size), desc="decoding KL", unit="batch"):
-        found = jax.device_get(_compare(model.params, model.config, dict(schemes), jnp.asarray(rows), prompt_length))
-        parts.append(jax.tree.map(lambda x: x[:, :kept].T, found))
-    by_token: dict[str, tuple[np.ndarray, np.ndarray]] = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+    for rows in tqdm(batches, total=-(-len(sequences) // batch_size), desc="decoding KL", unit="batch"):
+        parts.append(jax.device_get(_compare(model.params, model.config, dict(schemes), rows, prompt_length)))
+    by_token: dict[str, tuple[np.ndarray, np.ndarray]] = jax.tree.map(
+        lambda *parts: np.concatenate(parts, axis=1)[:, : len(sequences)].T, *parts
+    )
     window = max(attention.scheme.window_tokens() for attention in schemes.values())
     return {name: _summary(*by_token[name], prompt_length, window) for name in schemes if name != FULL}
 
@@ -109,17 +113,20 @@ def attention_divergence(
 ) -> AttentionDivergence:
     """Attention of HLA maps against the exact one on held-out sequences. Raises `TypeError` for another scheme."""
     if not isinstance(attention.scheme, HLA):
-        raise TypeError(f"attention is compared on the hidden states of HLA's uptraining; found {type(attention.scheme).__name__}")
+        raise TypeError(f"the attention divergence is defined for HLA, found {type(attention.scheme).__name__}")
     sequences = np.asarray(sequences)
-    sums, positions = None, jnp.arange(sequences.shape[1])[None]
-    for rows, kept in _batches(sequences, batch_size):
+    found, weights = [], []
+    for start, rows in zip(itertools.count(0, batch_size), _batches(sequences, batch_size)):
         # Rows that only fill the batch are marked as padding, which does not count.
-        segments = jnp.broadcast_to((jnp.arange(batch_size) < kept)[:, None], rows.shape).astype(jnp.int32)
-        found = _divergence(attention.scheme, model.config, attention.params, model.params, jnp.asarray(rows),
-                            jnp.broadcast_to(positions, rows.shape), segments)
-        part = jax.tree.map(lambda x: np.asarray(x, np.float64) * kept / len(sequences), found)
-        sums = part if sums is None else jax.tree.map(np.add, sums, part)
-    return AttentionDivergence(tuple(sums.kl.tolist()), tuple(sums.error.tolist()))
+        counted = np.broadcast_to(start + np.arange(batch_size)[:, None] < len(sequences), rows.shape)
+        positions = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
+        part = _divergence(
+            attention.scheme, model.config, attention.params, model.params, rows, positions, counted.astype(np.int32)
+        )
+        found.append(jax.device_get(part))
+        weights.append(counted.sum())
+    kl, error = (np.average(np.asarray(parts, np.float64), axis=0, weights=weights) for parts in zip(*found))
+    return AttentionDivergence(tuple(kl.tolist()), tuple(error.tolist()))
 
 
 _divergence = jax.jit(uptrain.divergence, static_argnums=(0, 1))
@@ -127,40 +134,53 @@ _divergence = jax.jit(uptrain.divergence, static_argnums=(0, 1))
 
 @functools.partial(jax.jit, static_argnames=("config", "prompt_length"))
 def _compare(
-    params: ouro.Params, config: OuroConfig, schemes: dict[str, Attention], tokens: Int[Array, "B S"], prompt_length: int
+    params: ouro.Params,
+    config: OuroConfig,
+    schemes: dict[str, Attention],
+    tokens: Int[Array, "B S"],
+    prompt_length: int,
 ) -> dict[str, tuple[Float[Array, "N B"], Float[Array, "N B"]]]:
     """KL to the full cache and whether the most likely token agrees, after each decoded token."""
     lengths = jnp.full(tokens.shape[0], prompt_length, jnp.int32)
     _, caches = together.prefill_hidden(params, config, schemes, tokens[:, :prompt_length], lengths, tokens.shape[1])
 
-    def one(caches: dict[str, Cache], token: Int[Array, " B"]) -> tuple[dict[str, Cache], dict[str, tuple[Array, Array]]]:
-        stepped = {name: decode.step(params, config, attention, caches[name], token) for name, attention in schemes.items()}
-        full = jax.nn.log_softmax(stepped[FULL][0])
+    def one(
+        caches: dict[str, Cache], token: Int[Array, " B"]
+    ) -> tuple[dict[str, Cache], dict[str, tuple[Array, Array]]]:
+        logits, after = {}, {}
+        for name, attention in schemes.items():
+            logits[name], after[name] = decode.step(params, config, attention, caches[name], token)
+        full = jax.nn.log_softmax(logits.pop(FULL))
 
         def compare(logits: Float[Array, "B V"]) -> tuple[Array, Array]:
             kl = jnp.sum(jnp.exp(full) * (full - jax.nn.log_softmax(logits)), axis=-1)
             return kl, (jnp.argmax(logits, axis=-1) == jnp.argmax(full, axis=-1)).astype(kl.dtype)
 
-        compared = {name: compare(logits) for name, (logits, _) in stepped.items() if name != FULL}
-        return {name: cache for name, (_, cache) in stepped.items()}, compared
+        return after, {name: compare(other) for name, other in logits.items()}
 
     return jax.lax.scan(one, caches, tokens[:, prompt_length:].T)[1]
 
 
-def _batches(sequences: Int[np.ndarray, "N S"], size: int) -> Iterator[tuple[Int[np.ndarray, "B S"], int]]:
-    """Batches of one shape, so that one program serves all, and how many rows of each count."""
+def _batches(sequences: Int[np.ndarray, "N S"], size: int) -> Iterator[Int[np.ndarray, "B S"]]:
+    """Batches of one shape, so that one program serves all: the last is filled up with copies of the first row."""
     for start in range(0, len(sequences), size):
-        rows = sequences[start:start + size]
-        yield np.concatenate([rows, np.repeat(rows[:1], size - len(rows), axis=0)]), len(rows)
+        rows = sequences[start : start + size]
+        yield np.concatenate([rows, np.repeat(sequences[:1], size - len(rows), axis=0)])
 
 
 def _summary(kl: Float[np.ndarray, "N S"], same: Float[np.ndarray, "N S"], prompt_length: int, window: int) -> Decoding:
     stop = prompt_length + kl.shape[1]
-    bounds = [0]
+    bounds = [0, max(window, 1)]
     while bounds[-1] < stop:
-        bounds.append(max(window, 1) if bounds[-1] == 0 else 2 * bounds[-1])
-    ranges = [(max(low, prompt_length), min(high, stop)) for low, high in zip(bounds, bounds[1:])]
-    mean = lambda x: Estimate.of(np.mean(x, axis=1, dtype=np.float64))
-    by_position = tuple(PositionRange(low, high, mean(kl[:, low - prompt_length:high - prompt_length]))
-                        for low, high in ranges if low < high)
-    return Decoding(mean(kl), mean(same), by_position)
+        bounds.append(2 * bounds[-1])
+    ranges = [(max(low, prompt_length), min(high, stop)) for low, high in itertools.pairwise(bounds)]
+    by_position = tuple(
+        PositionRange(low, high, _over_sequences(kl[:, low - prompt_length : high - prompt_length]))
+        for low, high in ranges
+        if low < high
+    )
+    return Decoding(_over_sequences(kl), _over_sequences(same), by_position)
+
+
+def _over_sequences(by_token: Float[np.ndarray, "N S"]) -> Estimate:
+    return Estimate.of(by_token.astype(np.float64).mean(axis=1))

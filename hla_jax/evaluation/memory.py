@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from hla_jax.config import OuroConfig
-from hla_jax.evaluation.schemes import FULL, Schemes
+from hla_jax.evaluation.schemes import FULL, Schemes, distinct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +32,21 @@ class Memory:
 
 
 def cache_memory(config: OuroConfig, schemes: Schemes, contexts: Sequence[int], dtype: DTypeLike) -> dict[str, Memory]:
-    """Bytes of every scheme's cache at `dtype`, and the ratio of the full cache's to them."""
-    bytes_at = lambda name, tokens: schemes[name].scheme.cache_bytes(config, tokens, dtype)
+    """Bytes of every distinct scheme's cache at `dtype`, and the full cache's over them."""
+    schemes = distinct(schemes)
+
+    def bytes_at(name: str, tokens: int) -> int:
+        return schemes[name].scheme.cache_bytes(config, tokens, jnp.dtype(dtype))
+
     per_token = {name: bytes_at(name, 1) - bytes_at(name, 0) for name in schemes}
     at = {name: {context: bytes_at(name, context) for context in contexts} for name in schemes}
     return {
-        name: Memory(per_token[name], bytes_at(name, 0), at[name], per_token[FULL] / per_token[name],
-                     {context: at[FULL][context] / at[name][context] for context in contexts})
+        name: Memory(
+            per_token[name],
+            bytes_at(name, 0),
+            at[name],
+            per_token[FULL] / per_token[name],
+            {context: at[FULL][context] / at[name][context] for context in contexts},
+        )
         for name in schemes
     }

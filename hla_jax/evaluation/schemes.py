@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hla_jax.attention.full import FullCache
-from hla_jax.attention.scheme import Attention
+from hla_jax.attention.scheme import Attention, Scheme
 from hla_jax.attention.shared import SharedLoop
 
 FULL = "full cache"
@@ -13,6 +13,9 @@ HLA_INITIAL = "HLA at initialisation"
 HLA_UPTRAINED = "HLA uptrained"
 SHARED = "single-loop sharing"
 REUSE = "final-loop reuse"
+
+NAMES = (FULL, HLA_UPTRAINED, HLA_INITIAL, SHARED, REUSE)
+"""In the order of tables and colours."""
 
 Schemes = Mapping[str, Attention]
 """Name -> scheme and maps. Where one is measured against the others, it is `FULL`."""
@@ -27,3 +30,11 @@ def side_by_side(initial: Attention, uptrained: Attention) -> dict[str, Attentio
         SHARED: Attention(SharedLoop(uptrained.scheme.window_tokens())),
         REUSE: Attention(SharedLoop(0)),
     }
+
+
+def distinct(schemes: Schemes) -> dict[str, Attention]:
+    """The first of each scheme: bytes and time depend on its sizes, not on its maps."""
+    first: dict[Scheme, str] = {}
+    for name, attention in schemes.items():
+        first.setdefault(attention.scheme, name)
+    return {name: schemes[name] for name in first.values()}

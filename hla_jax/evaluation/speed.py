@@ -1,7 +1,7 @@
 """Decoding speed of several caches side by side: what one step costs at a given context length.
 
-Caches are not filled by a prompt: the time of a step depends on how many tokens are stored, not on what they hold. Rounds go through all
-schemes in turn, so that a machine that slows down slows all of them, and ratios are taken within a round.
+Caches are not filled by a prompt: the time of a step depends on how many tokens are stored, not on what they hold.
+Rounds go through all schemes in turn, so that a machine that slows down slows all of them; ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from hla_jax.attention.scheme import Attention, Cache
-from hla_jax.evaluation.schemes import FULL, Schemes
+from hla_jax.evaluation.schemes import FULL, Schemes, distinct
 from hla_jax.generation import decode
 from hla_jax.generation.sampling import Sampling, request_keys
 from hla_jax.model import Model
@@ -51,9 +51,9 @@ class Speed:
 def decode_speed(
     model: Model, schemes: Schemes, contexts: Sequence[int], *, batch: int = 1, new_tokens: int = 16, rounds: int = 5
 ) -> list[Speed]:
-    """Greedy decoding of `new_tokens` tokens in one dispatch, for every scheme at every context length; compilation is not counted.
+    """Greedy decoding of `new_tokens` tokens in one dispatch, for every distinct scheme at every context length.
 
-    All schemes' caches at one context length are held together.
+    Compilation is not counted. All schemes' caches at one context length are held together.
 
     Args:
       model: the model.
@@ -63,6 +63,7 @@ def decode_speed(
       new_tokens: tokens timed at once.
       rounds: repetitions.
     """
+    schemes = distinct(schemes)
     speeds = []
     with tqdm(total=len(contexts) * rounds * len(schemes), desc="decoding speed", unit="run") as bar:
         for context in contexts:
@@ -78,18 +79,21 @@ def decode_speed(
 
 def _summary(context: int, batch: int, new_tokens: int, seconds: dict[str, list[float]]) -> Speed:
     per_second = {name: batch * new_tokens / float(np.median(times)) for name, times in seconds.items()}
-    ratios = {name: np.quantile(np.divide(seconds[FULL], times), (0.5, 0.25, 0.75)).tolist() for name, times in seconds.items()}
-    return Speed(context, batch, per_second, {name: Ratio(*quantiles) for name, quantiles in ratios.items()})
+    ratios = {name: np.divide(seconds[FULL], times) for name, times in seconds.items()}
+    quartiles = {name: Ratio(*np.quantile(ratio, (0.5, 0.25, 0.75)).tolist()) for name, ratio in ratios.items()}
+    return Speed(context, batch, per_second, quartiles)
 
 
 class _Run:
     """Decoding through one cache, again and again from the same context length."""
 
     def __init__(self, model: Model, attention: Attention, context: int, batch: int, new_tokens: int) -> None:
-        self._model, self._attention, self._context, self._new_tokens = model, attention, context, new_tokens
+        self._model, self._attention = model, attention
+        self._context, self._new_tokens = context, new_tokens
+        dtype = model.params["embed_tokens"].dtype
         self._keys = request_keys(jnp.arange(batch, dtype=jnp.uint32))
         self._limit = jnp.full(batch, jnp.iinfo(jnp.int32).max, jnp.int32)
-        cache = attention.scheme.init_cache(model.config, batch, context + new_tokens, model.params["embed_tokens"].dtype)
+        cache = attention.scheme.init_cache(model.config, batch, context + new_tokens, dtype)
         zeros = jnp.zeros(batch, jnp.int32)
         self._progress = decode.Progress(cache, zeros, zeros + 1, jnp.zeros(batch, bool))
         self.seconds()  # compiles
@@ -102,7 +106,15 @@ class _Run:
         jax.block_until_ready(progress)
         start = time.perf_counter()
         out, self._progress = decode.advance(
-            self._model.params, self._model.config, self._attention, progress, Sampling(), self._keys, jnp.zeros(0, jnp.int32),
-            self._limit, self._new_tokens)
+            self._model.params,
+            self._model.config,
+            self._attention,
+            progress,
+            Sampling(),
+            self._keys,
+            jnp.zeros(0, jnp.int32),
+            self._limit,
+            self._new_tokens,
+        )
         jax.block_until_ready(out)
         return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Several caches filled by one pass: prompts are exact under every scheme, so comparing schemes need not read a prompt once each."""
+"""Several caches filled by one pass: prompts are exact under every scheme, so a prompt is read once for all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from hla_jax.models.ouro import LayerInputs, Stage
 
 
 def prefill_hidden(
-    params: ouro.Params, config: OuroConfig, schemes: dict[str, Attention], tokens: Int[Array, "B S"], lengths: Int[Array, " B"],
+    params: ouro.Params,
+    config: OuroConfig,
+    schemes: dict[str, Attention],
+    tokens: Int[Array, "B S"],
+    lengths: Int[Array, " B"],
     capacity: int,
 ) -> tuple[Float[Array, "B S d"], dict[str, Cache]]:
     """As `generation.decode.prefill_hidden`, with the filled cache of every scheme."""
@@ -35,11 +39,13 @@ def last_hidden(hidden: Float[Array, "B S d"], lengths: Int[Array, " B"]) -> Flo
 
 
 def _merged(config: OuroConfig, transforms: dict[str, Transform]) -> list[Stage]:
-    """Stages that hand every layer's inputs to all transforms. All return the same output, so all but one are dead code."""
+    """Stages that hand each layer's inputs to all transforms. All return the same output: all but one are dead code."""
 
     def merge(loops: range) -> Stage:
-        attends = {name: next(stage.attend for stage in transform.stages if loops.start in stage.loops)
-                   for name, transform in transforms.items()}
+        attends = {
+            name: next(stage.attend for stage in transform.stages if loops.start in stage.loops)
+            for name, transform in transforms.items()
+        }
 
         def attend(states: dict[str, Any], inputs: LayerInputs) -> tuple[Array, dict[str, Any]]:
             results = {name: one(states[name], inputs) for name, one in attends.items()}

@@ -28,7 +28,9 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def schemes(model):
-    return side_by_side(tiny.random_hla(model.config, window=3), tiny.full_rank_hla(model.config, model.params, window=3))
+    return side_by_side(
+        tiny.random_hla(model.config, window=3), tiny.full_rank_hla(model.config, model.params, window=3)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +41,10 @@ def tokens(model):
 def test_agrees_with_logits_of_forced_decoding(model, schemes, tokens):
     found = fidelity.compare_decoding(model, schemes, tokens, PROMPT, batch_size=2)
     assert set(found) == {HLA_INITIAL, HLA_UPTRAINED, SHARED, REUSE}
-    full, other = (np.asarray(decode_forced(model, tokens, PROMPT, schemes[name]), np.float64)[:, PROMPT:]
-                   for name in (FULL, SHARED))
+    full, other = (
+        np.asarray(decode_forced(model, tokens, PROMPT, schemes[name]), np.float64)[:, PROMPT:]
+        for name in (FULL, SHARED)
+    )
     full, other = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (full, other))
     kl = np.sum(np.exp(full) * (full - other), axis=-1)
     got = found[SHARED]
@@ -48,8 +52,9 @@ def test_agrees_with_logits_of_forced_decoding(model, schemes, tokens):
     np.testing.assert_allclose(got.kl.stderr, np.std(kl.mean(1), ddof=1) / np.sqrt(3), rtol=1e-4)
     np.testing.assert_allclose(got.top1.mean, (full.argmax(-1) == other.argmax(-1)).mean(), rtol=1e-6)
     assert [(part.start, part.stop) for part in got.by_position] == [(5, 6), (6, 12), (12, 18)]
-    np.testing.assert_allclose([part.kl.mean for part in got.by_position],
-                               [kl[:, :1].mean(), kl[:, 1:7].mean(), kl[:, 7:].mean()], rtol=1e-4)
+    np.testing.assert_allclose(
+        [part.kl.mean for part in got.by_position], [kl[:, :1].mean(), kl[:, 1:7].mean(), kl[:, 7:].mean()], rtol=1e-4
+    )
 
 
 def test_nothing_lost_means_no_divergence_and_a_fault_shows(model, schemes, tokens):
@@ -62,9 +67,13 @@ def test_nothing_lost_means_no_divergence_and_a_fault_shows(model, schemes, toke
 
 def test_padding_of_the_last_batch_does_not_count(model, schemes, tokens):
     some = {name: schemes[name] for name in (FULL, SHARED)}
-    by_two, by_three = (fidelity.compare_decoding(model, some, tokens, PROMPT, batch_size=size)[SHARED] for size in (2, 3))
+    by_two, by_three = (
+        fidelity.compare_decoding(model, some, tokens, PROMPT, batch_size=size)[SHARED] for size in (2, 3)
+    )
     np.testing.assert_allclose(by_two.kl.mean, by_three.kl.mean, rtol=1e-5)
-    by_two, by_three = (fidelity.attention_divergence(model, schemes[HLA_INITIAL], tokens, batch_size=size) for size in (2, 3))
+    by_two, by_three = (
+        fidelity.attention_divergence(model, schemes[HLA_INITIAL], tokens, batch_size=size) for size in (2, 3)
+    )
     np.testing.assert_allclose(by_two.kl, by_three.kl, rtol=1e-5)
     np.testing.assert_allclose(by_two.error, by_three.error, rtol=1e-5)
     hla = schemes[HLA_INITIAL]
@@ -76,7 +85,9 @@ def test_padding_of_the_last_batch_does_not_count(model, schemes, tokens):
 
 def test_one_pass_fills_every_cache_as_its_own_pass_would(model, schemes, tokens):
     lengths = jnp.asarray([18, 7, 1])
-    fill = jax.jit(lambda params: together.prefill_hidden(params, model.config, schemes, jnp.asarray(tokens), lengths, 20))
+    fill = jax.jit(
+        lambda params: together.prefill_hidden(params, model.config, schemes, jnp.asarray(tokens), lengths, 20)
+    )
     hidden, caches = fill(model.params)
     for name, attention in schemes.items():
         alone, cache = decode.prefill_hidden(model.params, model.config, attention, jnp.asarray(tokens), lengths, 20)

@@ -1,0 +1,215 @@
+"""Figures in one style: colours for colour-blind readers too, markers and hatches that survive print in grey.
+
+Every function returns a matplotlib `Figure`; `save` writes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib import colors, ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+_RC: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "0.88",
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "savefig.dpi": 160,
+}
+# Okabe and Ito's palette, in an order in which neighbours also differ in grey.
+_COLOURS = ("#000000", "#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#CC79A7")
+_HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
+_MARKERS = ("o", "s", "D", "^", "v", "P", "X")
+_LINES = ("-", "-", "--", "-.", ":", "--", "-.")
+
+Series = Mapping[str, Sequence[float]]
+Interval = tuple[float, float]
+
+
+def bars(
+    groups: Sequence[str],
+    series: Series,
+    ylabel: str,
+    *,
+    intervals: Mapping[str, Sequence[Interval]] | None = None,
+    log: bool = False,
+    ylim: tuple[float, float] | None = None,
+    styles: Sequence[str] | None = None,
+    number: str = "{:.2g}",
+) -> Figure:
+    """Bars side by side in each group, with their values above them.
+
+    Args:
+      groups: labels along the axis.
+      series: name -> one value a group.
+      ylabel: what is measured, with its unit.
+      intervals: name -> (low, high) of each value, drawn as error bars.
+      log: a logarithmic axis.
+      ylim: limits of the axis.
+      styles: all names that share one order of colours across figures, where a figure shows some of them.
+      number: format of the values.
+    """
+    with matplotlib.rc_context(_RC):
+        slots = len(groups) * len(series)
+        figure, axes = _axes(max(4.2 if len(series) < 3 else 5.6, 1.2 + 0.42 * slots), 3.2)
+        width = 0.84 / len(series)
+        for index, (name, values) in enumerate(series.items()):
+            style = _index(name, series, styles)
+            x = np.arange(len(groups)) + (index - (len(series) - 1) / 2) * width
+            colour = _COLOURS[style]
+            axes.bar(
+                x,
+                values,
+                0.9 * width,
+                label=name,
+                color=colour if style == 0 else _tint(colour),
+                edgecolor=colour,
+                hatch=_HATCHES[style],
+            )
+            tops = list(values)
+            if intervals:
+                low, high = np.transpose(intervals[name])
+                # Rounding may leave a value a little outside its own interval.
+                spread = np.maximum([np.subtract(values, low), np.subtract(high, values)], 0)
+                axes.errorbar(x, values, spread, fmt="none", ecolor="0.35", elinewidth=0.9, capsize=2)
+                tops = list(high)
+            for place, top, value in zip(x, tops, values):
+                axes.annotate(
+                    number.format(value),
+                    (place, top),
+                    xytext=(0, 2),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=6.5 if len(series) > 3 else 7.5,
+                    color="0.2",
+                )
+        axes.set_xticks(range(len(groups)), groups)
+        axes.tick_params(axis="x", length=0)
+        axes.grid(False, axis="x")
+        axes.set_ylabel(ylabel)
+        if log:
+            _log_y(axes)
+            axes.margins(y=0.12)
+        if ylim:
+            axes.set_ylim(*ylim)
+        if len(series) > 1:
+            _legend(axes, len(series))
+    return figure
+
+
+def lines(
+    x: Sequence[float],
+    series: Series,
+    xlabel: str,
+    ylabel: str,
+    *,
+    intervals: Mapping[str, Sequence[Interval]] | None = None,
+    log_x: bool = False,
+    log_y: bool = False,
+    ylim: tuple[float, float] | None = None,
+    styles: Sequence[str] | None = None,
+) -> Figure:
+    """Lines with markers over shared `x`; the arguments are those of `bars`. A logarithmic x has a tick at each value."""
+    with matplotlib.rc_context(_RC):
+        figure, axes = _axes(5.2, 3.2)
+        for name, values in series.items():
+            style = _index(name, series, styles)
+            axes.plot(x, values, label=name, color=_COLOURS[style], marker=_MARKERS[style], linestyle=_LINES[style])
+            if intervals:
+                axes.fill_between(x, *np.transpose(intervals[name]), color=_COLOURS[style], alpha=0.13, linewidth=0)
+        if log_x:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(list(x), [f"{value:,.0f}" for value in x])
+            axes.minorticks_off()
+        if log_y:
+            _log_y(axes)
+        if ylim:
+            axes.set_ylim(*ylim)
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(ylabel)
+        _legend(axes, len(series))
+    return figure
+
+
+def training_curves(
+    loss: tuple[Sequence[float], Sequence[float]], held_out: tuple[Sequence[float], Series], ylabel: str
+) -> Figure:
+    """The training loss (left) and held-out curves (right), each against the step, on logarithmic axes.
+
+    Args:
+      loss: steps and values.
+      held_out: steps, and name -> values.
+      ylabel: of the held-out curves, with its unit.
+    """
+    with matplotlib.rc_context(_RC):
+        figure = Figure(figsize=(7.6, 3.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        left.plot(*loss, color=_COLOURS[0], linewidth=1.2)
+        left.set_ylabel("training loss")
+        for style, (name, values) in zip(itertools.cycle(range(len(_COLOURS))), held_out[1].items()):
+            right.plot(
+                held_out[0],
+                values,
+                label=name,
+                color=_COLOURS[style],
+                marker=_MARKERS[style],
+                linestyle=_LINES[style],
+                markersize=4,
+            )
+        right.set_ylabel(ylabel)
+        right.legend()
+        for axes in (left, right):
+            _log_y(axes)
+            axes.set_xlabel("step")
+    return figure
+
+
+def save(figure: Figure, path: pathlib.Path) -> None:
+    """Writes a PNG under a temporary name and renames it."""
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, format="png")
+    os.replace(partial, path)
+
+
+def _axes(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _log_y(axes: Axes) -> None:
+    """A logarithmic axis with plain numbers at 1, 2, 5, 10, ..."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
+
+
+def _legend(axes: Axes, count: int) -> None:
+    """Above the plot, so that it hides nothing."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(count, 3), borderaxespad=0.2, columnspacing=1.2)
+
+
+def _index(name: str, series: Series, styles: Sequence[str] | None) -> int:
+    return list(styles if styles is not None else series).index(name) % len(_COLOURS)
+
+
+def _tint(colour: str) -> tuple[float, ...]:
+    """A lighter fill, on which the hatch shows."""
+    rgb = np.asarray(colors.to_rgb(colour))
+    return tuple(1 - 0.55 * (1 - rgb))
