@@ -2,9 +2,9 @@
 
     python -m experiments.benchmark_decode --model=runs/nano_hla/export --contexts=1024,4096,16384 --workdir=runs/decode
 
-Compares the full cache, the model's own HLA, single-loop sharing at the same window, and final-loop reuse. A model without a scheme
-gets HLA with `--ranks` and random maps: they take the same time as fitted ones. Prints a table, and leaves it in the work directory
-as `speed.json` and `speed.png`.
+Compares the full cache, the model's own HLA, single-loop sharing at the same window, and final-loop reuse. A model without
+HLA gets random maps with the sizes `--hla`: they take the same time as fitted ones. Prints a table, and leaves `speed.json`
+and `speed.png` in the work directory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hla_jax.attention.scheme import Attention
 from hla_jax.banner import banner
 from hla_jax.evaluation import report
 from hla_jax.evaluation.memory import cache_memory
-from hla_jax.evaluation.schemes import FULL, HLA_UPTRAINED, NAMES, side_by_side
+from hla_jax.evaluation.schemes import FULL, NAMES, side_by_side
 from hla_jax.evaluation.speed import decode_speed
 from hla_jax.model import Model
 
@@ -37,9 +37,7 @@ _BATCH = flags.DEFINE_integer("batch", 1, "Sequences decoded together.", lower_b
 _TOKENS = flags.DEFINE_integer("tokens", 16, "Tokens timed at once.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Repetitions, of which the median counts.", lower_bound=1)
 _SCHEMES = flags.DEFINE_multi_enum("schemes", None, [*NAMES], "Only these; the full cache always.")
-_RANKS = flags.DEFINE_list(
-    "ranks", ["512", "512", "256", "128"], "rank_k, rank_v, rank_loop1 and window without a scheme."
-)
+_HLA = flags.DEFINE_list("hla", ["512", "512", "256", "128"], "rank_k, rank_v, rank_loop1, window for a model without.")
 
 
 def main(argv: list[str]) -> None:
@@ -55,9 +53,10 @@ def main(argv: list[str]) -> None:
             attention_reason="the reference decode step",
         )
     )
-    own = (
-        model.attention if isinstance(model.attention.scheme, HLA) else random_hla(model, HLA(*map(int, _RANKS.value)))
-    )
+    own = model.attention
+    if not isinstance(own.scheme, HLA):
+        rank_k, rank_v, rank_loop1, window = map(int, _HLA.value)
+        own = random_hla(model, HLA(rank_k, rank_v, rank_loop1, window))
     schemes = side_by_side(own, own)
     if _SCHEMES.value:
         schemes = {name: schemes[name] for name in (FULL, *_SCHEMES.value)}

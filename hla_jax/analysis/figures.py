@@ -125,7 +125,7 @@ def lines(
     ylim: tuple[float, float] | None = None,
     styles: Sequence[str] | None = None,
 ) -> Figure:
-    """Lines with markers over shared `x`; the arguments are those of `bars`. A logarithmic x has a tick at each value."""
+    """Lines with markers over shared `x`; arguments are those of `bars`. A logarithmic x has a tick at each value."""
     with matplotlib.rc_context(_RC):
         figure, axes = _axes(5.2, 3.2)
         for name, values in series.items():

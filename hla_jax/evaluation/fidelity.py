@@ -1,7 +1,7 @@
 """How close decoding through a compressed cache stays to the full cache, and how close its attention.
 
-Decoding is real: the prompt in one exact pass, the rest token by token through each cache, which holds what its own earlier
-steps wrote. The tokens are given, so that all schemes are compared on the same text.
+Decoding is real: the prompt in one exact pass, the rest token by token through each cache, which holds what its own
+earlier steps wrote. The tokens are given, so that all schemes are compared on the same text.
 """
 
 from __future__ import annotations

@@ -87,8 +87,9 @@ def _attention(results: Results, directory: pathlib.Path) -> list[str]:
     return [
         "## Attention",
         "",
-        "KL divergence of the attention from the exact one in nats, on held-out sequences and the exact model's hidden",
-        "states, averaged over layers, heads and tokens; the last column is the attention output's relative squared error.",
+        "KL divergence of the attention from the exact one in nats, on held-out sequences and the exact model's",
+        "hidden states, averaged over layers, heads and tokens; the last column is the relative squared error of",
+        "the attention's output.",
         "",
         *table(["maps", *loops, "mean", "output error"], rows),
         "",
@@ -118,8 +119,9 @@ def _decoding(results: Results, directory: pathlib.Path) -> list[str]:
     return [
         "## Decoding",
         "",
-        "Next-token distributions when held-out text is decoded token by token through each cache: KL from the full cache",
-        "in nats and how often the most likely token agrees (± standard error over sequences), then the KL by position.",
+        "Next-token distributions when held-out text is decoded token by token through each cache: KL from the",
+        "full cache in nats and how often the most likely token agrees (± standard error over sequences), then the",
+        "KL by position.",
         "",
         *table(["cache", "KL", "top-1 agreement", *ranges], rows),
         "",
@@ -159,9 +161,10 @@ def _tasks(results: Results, directory: pathlib.Path) -> list[str]:
     return [
         "## Accuracy",
         "",
-        "Right answers in percent, decoded greedily, with 95% intervals (Wilson). `−a +b`: of the same questions, `a` that",
-        "the full cache answers and this cache does not, and `b` the other way round. The distance is in tokens, from what",
-        "the answer needs to the answer. `kept` is the number of right answers over the full cache's.",
+        "Right answers in percent, decoded greedily, with 95% intervals (Wilson). `−a +b`: of the same questions,",
+        "`a` that the full cache answers and this cache does not, and `b` the other way round. The distance is in",
+        "tokens, from what the answer needs to the answer. `kept` is the number of right answers over the full",
+        "cache's.",
         "",
         *table(head, [*rows, *totals, *kept]),
         "",
@@ -207,8 +210,8 @@ def _memory(results: Results, directory: pathlib.Path) -> list[str]:
     return [
         "## Memory",
         "",
-        f"Bytes of the cache in {results.dtype}, and how many times fewer than the full cache's; by context length in MiB",
-        "of one sequence, the window counted.",
+        f"Bytes of the cache in {results.dtype}, and how many times fewer than the full cache's; by context length",
+        "in MiB of one sequence, the window counted.",
         "",
         *memory_table(found),
         "",
@@ -257,8 +260,8 @@ def speed_table(speeds: Sequence[Speed]) -> list[str]:
 
     rows = [(f"{speed.context:,}", *(cell(speed, name) for name in names)) for speed in speeds]
     return [
-        f"Decoded tokens per second, {speeds[0].batch} sequence(s) at a time, caches side by side in one run. In brackets",
-        "the median of the ratio to the full cache in the same round, and its quartiles.",
+        f"Decoded tokens per second, {speeds[0].batch} sequence(s) at a time, caches side by side in one run. In",
+        "brackets the median of the ratio to the full cache in the same round, and its quartiles.",
         "",
         *table(["context", *names], rows),
     ]

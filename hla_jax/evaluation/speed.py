@@ -1,7 +1,7 @@
 """Decoding speed of several caches side by side: what one step costs at a given context length.
 
 Caches are not filled by a prompt: the time of a step depends on how many tokens are stored, not on what they hold.
-Rounds go through all schemes in turn, so that a machine that slows down slows all of them; ratios are taken within a round.
+Rounds go through all schemes in turn, so that a machine that slows down slows all of them; ratios are taken within one.
 """
 
 from __future__ import annotations
