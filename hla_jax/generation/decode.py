@@ -1,7 +1,8 @@
 """Prefill and decoding as jitted functions over pytrees: one exact pass over the prompts, then tokens through a cache.
 
-The cache is donated to every step and updated in place. Several tokens are decoded per dispatch, with no host synchronisation inside.
-Shapes: B sequences, S padded prompt tokens, C capacity of the cache, V vocabulary, N new tokens.
+The cache is donated to every step and updated in place. Several tokens are decoded per dispatch, with no host
+synchronisation inside. Shapes: B sequences, S padded prompt tokens, C capacity of the cache, V vocabulary, N new
+tokens.
 """
 
 from __future__ import annotations
@@ -21,16 +22,28 @@ from hla_jax.models import ouro
 
 @functools.partial(jax.jit, static_argnames=("config", "capacity"))
 def prefill(
-    params: ouro.Params, config: OuroConfig, attention: Attention, tokens: Int[Array, "B S"], lengths: Int[Array, " B"], capacity: int
+    params: ouro.Params,
+    config: OuroConfig,
+    attention: Attention,
+    tokens: Int[Array, "B S"],
+    lengths: Int[Array, " B"],
+    capacity: int,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """One exact pass over right-padded prompts. Returns the logits after each prompt's last token, and the filled cache."""
+    """One exact pass over right-padded prompts. Returns the logits after each prompt's last token, and the filled
+    cache.
+    """
     hidden, cache = prefill_hidden(params, config, attention, tokens, lengths, capacity)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     return ouro.logits(params, last), cache
 
 
 def prefill_hidden(
-    params: ouro.Params, config: OuroConfig, attention: Attention, tokens: Int[Array, "B S"], lengths: Int[Array, " B"], capacity: int
+    params: ouro.Params,
+    config: OuroConfig,
+    attention: Attention,
+    tokens: Int[Array, "B S"],
+    lengths: Int[Array, " B"],
+    capacity: int,
 ) -> tuple[Float[Array, "B S d"], Cache]:
     """As `prefill`, but returns the last loop's hidden state of every prompt token."""
     if capacity < tokens.shape[1]:
@@ -67,7 +80,9 @@ def forced(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Where decoding stands between two dispatches. Finished sequences stay in the batch and write into their last slot."""
+    """Where decoding stands between two dispatches. Finished sequences stay in the batch and write into their last
+    slot.
+    """
 
     cache: Cache
     token: Int[Array, " B"]

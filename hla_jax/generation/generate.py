@@ -17,7 +17,7 @@ from hla_jax.model import Model
 
 Prompt = str | Sequence[int]
 
-# Prompt lengths and capacities are rounded up to powers of two from here on, so that few shapes are compiled.
+# Prompt lengths and capacities are rounded up, so that few shapes are compiled.
 _SMALLEST_BUCKET = 32
 
 
@@ -56,16 +56,17 @@ def generate(
       temperature: 0 is greedy.
       top_p: nucleus; 1 is off.
       top_k: None is off.
-      seed: of each request, or one number s for requests seeded s, s + 1, ...; a request's tokens depend on its own seed only.
+      seed: of each request, or one number s for requests seeded s, s + 1, ...; a request's tokens depend on its own
+        seed only.
       stop_tokens: token ids that end a request; None for the model's own (config, generation config and tokenizer).
       tokens_per_dispatch: tokens decoded between two looks of the host.
 
     Raises:
-      ValueError: no prompt, an empty prompt, a token id outside the vocabulary, or a prompt that leaves no room in
-        `max_position_embeddings`.
+      ValueError: no prompt, an empty prompt, token ids that are no integers or outside the vocabulary, a prompt that leaves no room in
+        `max_position_embeddings`, or a setting out of range.
     """
     attention = attention or model.attention
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+    single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str) and np.ndim(prompts[0]) == 0)
     ids = [_prompt_ids(model, prompt, number) for number, prompt in enumerate([prompts] if single else prompts)]
     if not ids:
         raise ValueError("no prompts given")
@@ -73,16 +74,22 @@ def generate(
         raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
     longest = max(map(len, ids))
     if longest + max_new_tokens > model.config.max_position_embeddings:
-        raise ValueError(f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed max_position_embeddings "
-                         f"{model.config.max_position_embeddings}")
-    seeds = [seed + i for i in range(len(ids))] if isinstance(seed, int) else list(seed)
+        raise ValueError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed max_position_embeddings "
+            f"{model.config.max_position_embeddings}"
+        )
+    if tokens_per_dispatch < 1:
+        raise ValueError(f"tokens_per_dispatch must be at least 1, found {tokens_per_dispatch}")
+    seeds = [int(seed) + i for i in range(len(ids))] if isinstance(seed, int | np.integer) else [int(s) for s in seed]
     if len(seeds) != len(ids):
         raise ValueError(f"found {len(seeds)} seeds for {len(ids)} prompts")
+    if outside := [s for s in seeds if not 0 <= s < 2**32]:
+        raise ValueError(f"seeds must be in 0 .. 2^32 - 1, found {outside[0]}")
 
     sampling = Sampling(temperature, top_p, top_k)
     stops = tuple(model.stop_tokens if stop_tokens is None else stop_tokens)
     stop = jnp.asarray(stops, jnp.int32)
-    keys = request_keys(jnp.asarray(seeds, jnp.uint32))
+    keys = request_keys(jnp.asarray(np.asarray(seeds, np.uint32)))
     tokens, lengths = pad(ids, min(_bucket(longest), model.config.max_position_embeddings))
     capacity = max(tokens.shape[1], _bucket(longest + max_new_tokens))
     logits, cache = decode.prefill(model.params, model.config, attention, tokens, lengths, capacity)
@@ -91,7 +98,8 @@ def generate(
     limit = jnp.full(len(ids), max_new_tokens, jnp.int32)
     while not bool(jnp.all(progress.done | (progress.made >= limit))):
         out, progress = decode.advance(
-            model.params, model.config, attention, progress, sampling, keys, stop, limit, tokens_per_dispatch)
+            model.params, model.config, attention, progress, sampling, keys, stop, limit, tokens_per_dispatch
+        )
         made.append(np.asarray(out))
     return [_generation(model, [int(t) for t in row if t >= 0], stops) for row in np.concatenate(made, axis=1)]
 
@@ -101,7 +109,8 @@ def decode_forced(
 ) -> Float[Array, "B S V"]:
     """Logits after every token: the first `prompt_length` in one exact pass, the rest one by one through the cache.
 
-    This is what decoding computes, with the tokens given instead of sampled. Raises `ValueError` for an impossible `prompt_length`.
+    This is what decoding computes, with the tokens given instead of sampled. Raises `ValueError` for an impossible
+    `prompt_length`.
     """
     tokens = jnp.asarray(tokens, jnp.int32)
     if not 1 <= prompt_length <= tokens.shape[1]:
@@ -123,7 +132,7 @@ def pad(ids: Sequence[Sequence[int]], width: int) -> tuple[Int[Array, "B S"], In
     """Token lists as one right-padded array and their lengths. The padding's value is never read."""
     tokens = np.zeros((len(ids), width), np.int32)
     for row, prompt in enumerate(ids):
-        tokens[row, :len(prompt)] = prompt
+        tokens[row, : len(prompt)] = prompt
     return jnp.asarray(tokens), jnp.asarray([len(prompt) for prompt in ids], jnp.int32)
 
 
@@ -133,12 +142,15 @@ def unpad(tokens: Int[np.ndarray, "B S"], mask: Int[np.ndarray, "B S"]) -> list[
 
 
 def _prompt_ids(model: Model, prompt: Prompt, number: int) -> list[int]:
-    ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-    if not ids:
+    ids = np.asarray(model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    if ids.size == 0:
         raise ValueError(f"prompt {number} is empty")
-    if outside := [token for token in ids if not 0 <= token < model.config.vocab_size]:
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"prompt {number} must be a text or a list of token ids, found {ids.dtype}{list(ids.shape)}")
+    outside = ids[(ids < 0) | (ids >= model.config.vocab_size)]
+    if outside.size:
         raise ValueError(f"prompt {number} has token id {outside[0]}, the vocabulary has {model.config.vocab_size}")
-    return ids
+    return ids.tolist()
 
 
 def _generation(model: Model, tokens: list[int], stop: Sequence[int]) -> Generation:
@@ -148,4 +160,6 @@ def _generation(model: Model, tokens: list[int], stop: Sequence[int]) -> Generat
 
 
 def _bucket(tokens: int) -> int:
-    return max(_SMALLEST_BUCKET, 1 << (tokens - 1).bit_length())
+    """Rounds up to a multiple of an eighth of the next power of two: at most a quarter too much, and four sizes per doubling."""
+    step = max(_SMALLEST_BUCKET, 1 << (tokens - 1).bit_length() >> 3)
+    return -(-tokens // step) * step

@@ -1,4 +1,6 @@
-"""Choosing the next token from logits: greedy, temperature, top-k and top-p, with a seed of its own for every request."""
+"""Choosing the next token from logits: greedy, temperature, top-k and top-p, with a seed of its own for every
+request.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class Sampling:
     top_k: int | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # nan is refused, too
             raise ValueError(f"temperature must be at least 0, found {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], found {self.top_p}")
@@ -40,7 +42,9 @@ def request_keys(seeds: Int[Array, " B"]) -> Key[Array, " B"]:
 def sample(
     logits: Float[Array, "B V"], sampling: Sampling, keys: Key[Array, " B"], step: Int[Array, " B"]
 ) -> Int[Array, " B"]:
-    """Next token of every request. `step` counts the request's own new tokens, so a token depends on its request only."""
+    """Next token of every request. `step` counts the request's own new tokens, so a token depends on its request
+    only.
+    """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     keys = jax.vmap(jax.random.fold_in)(keys, step)
