@@ -11,7 +11,6 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from hla_jax import attention_files
-from hla_jax import attention_files
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention
 from hla_jax.config import OuroConfig
@@ -42,25 +41,47 @@ def golden(name: str, dtype: str) -> Golden:
     config = OuroConfig.from_directory(directory)
     about = json.loads((directory / "golden_codecs.json").read_text())
     hla = HLA(**about["hla"])
-    maps = attention_files.load_maps(directory / "hla_random.safetensors", "hla", hla.map_shapes(config), config.num_layers,
-                                     dtype)
-    return Golden(config, weights.load_params(directory, config, dtype), load_file(directory / "golden.safetensors"),
-                  load_file(directory / "golden_codecs.safetensors"), hla, maps, about["prompt_length"])
+    maps = attention_files.load_maps(
+        directory / "hla_random.safetensors", "hla", hla.map_shapes(config), config.num_layers, dtype
+    )
+    return Golden(
+        config,
+        weights.load_params(directory, config, dtype),
+        load_file(directory / "golden.safetensors"),
+        load_file(directory / "golden_codecs.safetensors"),
+        hla,
+        maps,
+        about["prompt_length"],
+    )
 
 
 def tiny_config(**changes) -> OuroConfig:
     """A model small enough to compile in a second or two."""
-    sizes = dict(vocab_size=40, hidden_size=24, intermediate_size=32, num_layers=2, num_loops=3, num_heads=4, num_kv_heads=2,
-                 head_dim=8, rope_theta=100.0, rms_norm_eps=1e-6, max_position_embeddings=128, tie_word_embeddings=False)
+    sizes = dict(
+        vocab_size=40,
+        hidden_size=24,
+        intermediate_size=32,
+        num_layers=2,
+        num_loops=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rope_theta=100.0,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
     return OuroConfig(**(sizes | changes))
 
 
 def tiny_params(config: OuroConfig, dtype: str = "float32", seed: int = 0) -> dict:
     """Random parameters whose norms and gate are not at their neutral start, so that a forgotten one shows."""
-    params = weights.init_params(config, jax.random.key(seed), dtype, embedding_std=1.0)
-    noise = lambda number, x: x + 0.1 * jax.random.normal(jax.random.key(100 + number), x.shape, x.dtype)
-    leaves, tree = jax.tree.flatten(params)
-    return jax.tree.unflatten(tree, [noise(number, leaf) for number, leaf in enumerate(leaves)])
+    rng = np.random.default_rng(seed)
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.asarray(("norm" in path[-1].key) + 0.3 * rng.normal(size=leaf.shape), dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, weights.abstract_params(config, dtype))
 
 
 def tiny_tokens(config: OuroConfig, batch: int, length: int, seed: int = 0) -> jax.Array:
@@ -68,42 +89,51 @@ def tiny_tokens(config: OuroConfig, batch: int, length: int, seed: int = 0) -> j
 
 
 def random_hla(config: OuroConfig, window: int, dtype: str = "float32", seed: int = 0) -> Attention:
-    """HLA at half the ranks with random maps, scaled so that scores and outputs are of the size of the exact ones."""
-    size = config.head_dim
-    scheme = HLA(size * (config.num_loops - 1), size, size, window)
-    shapes = scheme.map_shapes(config)
-    draw = lambda number, shape: jax.random.normal(jax.random.key(seed + number), (config.num_layers, *shape), dtype) / shape[-1] ** 0.5
-    return Attention(scheme, {name: draw(number, shape) for number, (name, shape) in enumerate(shapes.items())})
+    """HLA with fewer ranks than the keys have and random maps, scaled so that outputs are of the size of the exact ones."""
+    rng = np.random.default_rng(seed)
+    scheme = HLA(config.head_dim * (config.num_loops - 1), config.head_dim, config.head_dim, window)
+    draw = lambda shape: jnp.asarray(rng.normal(size=(config.num_layers, *shape)) / shape[-1] ** 0.5, dtype)
+    return Attention(scheme, {name: draw(shape) for name, shape in scheme.map_shapes(config).items()})
 
 
 def full_rank_hla(config: OuroConfig, params: dict, window: int, shuffle: int | None = None) -> Attention:
     """HLA that loses nothing: the main latent holds the keys and values of loops 2 .. T and all key-value heads.
 
-    The writer's rows are the projections' rows, block by block; the readers select the block of their own loop and head. With
-    `shuffle` (a seed), pairs are put in random order, with a `pair_frequency` that says so, and pairs of one frequency are mixed by a
-    random orthogonal matrix, which rotation must commute with.
+    The writer's rows are the projections' rows, block by block; the readers select the block of their own loop and head.
+    With `shuffle` (a seed), pairs are put in random order, with a `pair_frequency` that says so, and pairs of one
+    frequency are mixed by a random orthogonal matrix, which rotation must commute with.
     """
-    later = range(config.num_loops - 1)
-    main = _full_rank(config, params, [[t * config.num_kv_heads + g for g in range(config.num_kv_heads)] for t in later], shuffle)
-    loop1 = _full_rank(config, params, [list(range(config.num_kv_heads))], None if shuffle is None else shuffle + 1)
-    scheme = HLA(main["write_k"].shape[2], main["write_v"].shape[2], loop1["write_k"].shape[2], window,
-                 main["pair_frequency"], loop1["pair_frequency"])
+    main = _full_rank(config, params, config.num_loops - 1, shuffle)
+    loop1 = _full_rank(config, params, 1, None if shuffle is None else shuffle + 1)
+    scheme = HLA(
+        main["write_k"].shape[2],
+        main["write_v"].shape[2],
+        loop1["write_k"].shape[2],
+        window,
+        main["pair_frequency"],
+        loop1["pair_frequency"],
+    )
     names = ("write_k", "write_v", "read_q", "read_o")
-    return Attention(scheme, {name: jnp.asarray(main[name]) for name in names}
-                     | {f"{name}1": jnp.asarray(loop1[name][:, 0]) for name in names})
+    return Attention(
+        scheme,
+        {name: jnp.asarray(main[name]) for name in names}
+        | {f"{name}1": jnp.asarray(loop1[name][:, 0]) for name in names},
+    )
 
 
-def _full_rank(config: OuroConfig, params: dict, blocks: list[list[int]], shuffle: int | None) -> dict:
-    """Maps of one latent; `blocks[t][g]` is where loop t's key-value head g sits in it."""
+def _full_rank(config: OuroConfig, params: dict, loops: int, shuffle: int | None) -> dict:
+    """Maps of one latent that serves `loops` loops: block t G + g of it is loop t's key-value head g."""
     layers, heads, kv_heads, size = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
-    loops, rank = len(blocks), sum(map(len, blocks)) * size
-    key, value = (np.asarray(params["layers"][name]).reshape(layers, kv_heads, size, -1) for name in ("k_proj", "v_proj"))
+    rank = loops * kv_heads * size
+    split = lambda name: np.asarray(params["layers"][name]).reshape(layers, kv_heads, size, -1)
+    key, value = split("k_proj"), split("v_proj")
     write_k, write_v = (np.zeros((layers, loops, rank, config.hidden_size), key.dtype) for _ in range(2))
     select = np.zeros((layers, loops, heads, size, rank), key.dtype)
     for t in range(loops):
         for h in range(heads):
             g = h // config.heads_per_kv
-            at = slice(blocks[t][g] * size, (blocks[t][g] + 1) * size)
+            block = t * kv_heads + g
+            at = slice(block * size, (block + 1) * size)
             write_k[:, t, at], write_v[:, t, at], select[:, t, h, :, at] = key[:, g], value[:, g], np.eye(size)
     read_k, pair_frequency = select, None
     if shuffle is not None:
@@ -121,5 +151,10 @@ def _full_rank(config: OuroConfig, params: dict, blocks: list[list[int]], shuffl
             turn[np.ix_(row, row)] = mixed[order]
         write_k, read_k = np.einsum("rs,ltsd->ltrd", turn, write_k), np.einsum("rs,lthes->lther", turn, select)
         pair_frequency = tuple(int(p % half) for p in order)
-    return {"write_k": write_k, "write_v": write_v, "read_q": read_k, "read_o": np.swapaxes(select, -1, -2).copy(),
-            "pair_frequency": pair_frequency}
+    return {
+        "write_k": write_k,
+        "write_v": write_v,
+        "read_q": read_k,
+        "read_o": np.swapaxes(select, -1, -2).copy(),
+        "pair_frequency": pair_frequency,
+    }

@@ -41,7 +41,9 @@ def test_wrong_maps_show(x64):
     exact, attention = forward(model, tokens), full_rank_hla(config, params, 0, 3)
     other_order = full_rank_hla(config, params, 0).params
     faults = {"write_k": other_order["write_k"]} | {
-        name: jnp.roll(attention.params[name], 1, axis=1) for name in ("write_v", "read_q", "read_o", "write_k1", "read_o1")}
+        name: jnp.roll(attention.params[name], 1, axis=1)
+        for name in ("write_v", "read_q", "read_o", "write_k1", "read_o1")
+    }
     for name, wrong in faults.items():
         faulty = dataclasses.replace(attention, params=attention.params | {name: wrong})
         assert np.abs(decode_forced(model, tokens, PROMPT, faulty) - exact).max() > 1e-3, name
@@ -85,7 +87,9 @@ def test_latent_rotation_is_that_of_its_pairs(x64, pair_frequency, position, ove
     """Pair p sits at coordinates (b dh + s, b dh + dh/2 + s) with b = p // (dh/2), s = p mod (dh/2), and turns by its own frequency."""
     config, half = tiny_config(head_dim=8), 4
     x = np.random.default_rng(0).normal(size=(1, 1, 3, 16))
-    turned = np.asarray(rotate_latent(config, jnp.asarray(x), jnp.full((1, 1), position), tuple(pair_frequency) if override else None))
+    turned = np.asarray(
+        rotate_latent(config, jnp.asarray(x), jnp.full((1, 1), position), tuple(pair_frequency) if override else None)
+    )
     for p in range(8):
         s = p % half
         first, second = p // half * 2 * half + s, p // half * 2 * half + half + s
@@ -98,29 +102,46 @@ def test_latent_blocks_rotate_like_heads():
     config = tiny_config()
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 2 * config.head_dim))
     positions = jnp.arange(10).reshape(2, 5)
-    heads = rotate(x.reshape(2, 5, 6, config.head_dim), positions, inverse_frequencies(config.head_dim, config.rope_theta))
+    heads = rotate(
+        x.reshape(2, 5, 6, config.head_dim), positions, inverse_frequencies(config.head_dim, config.rope_theta)
+    )
     np.testing.assert_array_equal(rotate_latent(config, x, positions, None), heads.reshape(x.shape))
 
 
 GOOD = HLA(rank_k=16, rank_v=10, rank_loop1=8, window=2)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    (dict(window=-1), "window must be at least 0, found -1"),
-    (dict(rank_k=12), "rank_k must be a positive multiple of head_dim 8.*found 12"),
-    (dict(rank_k=0), "rank_k must be a positive multiple of head_dim 8.*found 0"),
-    (dict(rank_k=40), "rank_k must be at most 32, the full rank.*found 40"),
-    (dict(rank_loop1=4), "rank_loop1 must be a positive multiple of head_dim 8.*found 4"),
-    (dict(rank_loop1=24), "rank_loop1 must be at most 16.*found 24"),
-    (dict(rank_v=0), "rank_v must be in 1 .. 32.*found 0"),
-    (dict(rank_v=33), "rank_v must be in 1 .. 32.*loops 2 .. 3; found 33"),
-    (dict(pair_frequency=(0, 1, 2)), "pair_frequency must have one entry per latent pair, 8; found 3"),
-    (dict(pair_frequency=(0, 1, 2, 3, 0, 1, 2, 4)), "pair_frequency must index the 4 rotary frequencies, found 0 .. 4"),
-    (dict(pair_frequency=(-1, 1, 2, 3, 0, 1, 2, 3)), "pair_frequency must index the 4 rotary frequencies, found -1 .. 3"),
-    (dict(pair_frequency=(0, 0, 0, 0, 0, 1, 2, 3)), "pair_frequency gives one frequency 5 pairs, more than the 4 key pairs it has"),
-    (dict(pair_frequency_loop1=(0,)), "pair_frequency_loop1 must have one entry per latent pair, 4; found 1"),
-    (dict(pair_frequency_loop1=(3, 3, 3, 1)), "pair_frequency_loop1 gives one frequency 3 pairs, more than the 2 key pairs"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(window=-1), "window must be at least 0, found -1"),
+        (dict(rank_k=12), "rank_k must be a positive multiple of head_dim 8.*found 12"),
+        (dict(rank_k=0), "rank_k must be a positive multiple of head_dim 8.*found 0"),
+        (dict(rank_k=40), "rank_k must be at most 32, the full rank.*found 40"),
+        (dict(rank_loop1=4), "rank_loop1 must be a positive multiple of head_dim 8.*found 4"),
+        (dict(rank_loop1=24), "rank_loop1 must be at most 16.*found 24"),
+        (dict(rank_v=0), "rank_v must be in 1 .. 32.*found 0"),
+        (dict(rank_v=33), "rank_v must be in 1 .. 32.*loops 2 .. 3; found 33"),
+        (dict(pair_frequency=(0, 1, 2)), "pair_frequency must have one entry per latent pair, 8; found 3"),
+        (
+            dict(pair_frequency=(0, 1, 2, 3, 0, 1, 2, 4)),
+            "pair_frequency must index the 4 rotary frequencies, found 0 .. 4",
+        ),
+        (
+            dict(pair_frequency=(-1, 1, 2, 3, 0, 1, 2, 3)),
+            "pair_frequency must index the 4 rotary frequencies, found -1 .. 3",
+        ),
+        (
+            dict(pair_frequency=(0, 0, 0, 0, 0, 1, 2, 3)),
+            "pair_frequency gives one frequency 5 pairs, more than the 4 key pairs it has",
+        ),
+        (dict(pair_frequency_loop1=(0,)), "pair_frequency_loop1 must have one entry per latent pair, 4; found 1"),
+        (
+            dict(pair_frequency_loop1=(3, 3, 3, 1)),
+            "pair_frequency_loop1 gives one frequency 3 pairs, more than the 2 key pairs",
+        ),
+    ],
+)
 def test_impossible_sizes_are_refused(changes, message):
     GOOD.check(tiny_config())
     with pytest.raises(SchemeError, match=message):
