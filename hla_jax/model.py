@@ -25,6 +25,7 @@ from hla_jax.models import ouro, weights
 NANO = pathlib.Path(__file__).parent / "assets" / "nano"
 """The embedded model: a small Ouro that was really trained, for tests, notebooks and the main job."""
 
+_FULL_CACHE = Attention(FullCache())
 _SCHEMES: dict[str, type[Scheme]] = {"hla": HLA}
 
 
@@ -41,7 +42,7 @@ class Model:
 
     config: OuroConfig
     params: ouro.Params
-    attention: Attention = Attention(FullCache())
+    attention: Attention = _FULL_CACHE
     path: pathlib.Path | None = None
 
     @functools.cached_property
@@ -60,8 +61,11 @@ class Model:
         return tokenizers.stop_tokens(self.config, self.path)
 
 
-def load(path_or_hub_id: str | os.PathLike[str], dtype: DTypeLike | None = "bfloat16", mesh: Mesh | None = None) -> Model:
-    """Loads a model from a Hugging Face directory or hub id, with its cache scheme attached if it is an export of this package.
+def load(
+    path_or_hub_id: str | os.PathLike[str], dtype: DTypeLike | None = "bfloat16", mesh: Mesh | None = None
+) -> Model:
+    """Loads a model from a Hugging Face directory or hub id, with its cache scheme attached if it is an export of this
+    package.
 
     Args:
       path_or_hub_id: a directory (plain, merged or maps-only), or "owner/name".
@@ -81,13 +85,15 @@ def load(path_or_hub_id: str | os.PathLike[str], dtype: DTypeLike | None = "bflo
 def _load_attention(directory: pathlib.Path, config: OuroConfig, mesh: Mesh | None) -> Attention:
     found = attention_files.read_attention(directory)
     if found is None:
-        return Attention(FullCache())
+        return _FULL_CACHE
     name, entry = found
     if name not in _SCHEMES:
         raise SchemeError(f"{directory / 'config.json'}: scheme {name!r} is not one of {', '.join(_SCHEMES)}")
     scheme = _SCHEMES[name].from_config(entry)
     scheme.check(config)
-    return Attention(scheme, attention_files.load_maps(directory, name, scheme.map_shapes(config), config.num_layers, mesh=mesh))
+    return Attention(
+        scheme, attention_files.load_maps(directory, name, scheme.map_shapes(config), config.num_layers, mesh=mesh)
+    )
 
 
 def forward(
@@ -97,9 +103,11 @@ def forward(
     exit_threshold: float | None = None,
     exit_weighted: bool = False,
 ) -> Float[Array, "B S V"]:
-    """Logits of one exact parallel pass. The exit modes are those of `models.ouro.exit_logits`; without any, the last loop's.
+    """Logits of one exact parallel pass. The exit modes are those of `models.ouro.exit_logits`; without any, the last
+    loop's.
 
-    Rows may be padded on the right. Raises `ValueError` for token ids that are not a [B, S] array, or impossible exit modes.
+    Rows may be padded on the right. Raises `ValueError` for token ids that are not a [B, S] array, or impossible exit
+    modes.
     """
     return _forward(model.params, model.config, _tokens(tokens), exit_at, exit_threshold, exit_weighted)
 
@@ -114,11 +122,14 @@ def _forward(params, config, tokens, exit_at, exit_threshold, exit_weighted):
     return ouro.exit_logits(params, hidden, exit_at, exit_threshold, exit_weighted)
 
 
-def forward_swapped(model: Model, tokens: Int[Array, "B S"], attention: Attention | None = None) -> Float[Array, "B S V"]:
+def forward_swapped(
+    model: Model, tokens: Int[Array, "B S"], attention: Attention | None = None
+) -> Float[Array, "B S V"]:
     """Logits of a parallel pass in which every token reads the past as `attention` stores it.
 
-    An exact pass first writes what the scheme stores of every token; the second pass reads it under the decoding rule, exact within
-    the window. It differs from decoding in that the stored tokens were computed exactly (HLA, section 4.2).
+    An exact pass first writes what the scheme stores of every token; the second pass reads it under the decoding rule,
+    exact within the window. It differs from decoding in that the stored tokens were computed exactly (HLA, section
+    4.2).
     """
     return _forward_swapped(model.params, model.config, attention or model.attention, _tokens(tokens))
 
@@ -138,5 +149,7 @@ def _forward_swapped(params, config, attention, tokens):
 def _tokens(tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.size == 0:
-        raise ValueError(f"tokens must be a non-empty integer array [batch, tokens], found {tokens.dtype}{list(tokens.shape)}")
+        raise ValueError(
+            f"tokens must be a non-empty integer array [batch, tokens], found {tokens.dtype}{list(tokens.shape)}"
+        )
     return tokens.astype(jnp.int32)

@@ -1,4 +1,6 @@
-"""The normed attention inputs of every loop and layer in one exact pass: what calibration measures and uptraining fits."""
+"""The normed attention inputs of every loop and layer in one exact pass: what calibration measures and uptraining
+fits.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def attention_inputs(
       layers: consecutive layers to keep; None for all.
     """
     layers = layers or range(config.num_layers)
-    captured = jnp.zeros((config.num_loops, len(layers), *tokens.shape, config.hidden_size), params["embed_tokens"].dtype)
+    captured = jnp.zeros(
+        (config.num_loops, len(layers), *tokens.shape, config.hidden_size), params["embed_tokens"].dtype
+    )
 
     def keeping(attend: ouro.Attend) -> ouro.Attend:
         def attend_and_keep(captured: Array, inputs: ouro.LayerInputs) -> tuple[Array, Array]:

@@ -18,9 +18,7 @@ from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, rotat
 from hla_jax.models.ouro import LayerInputs, Stage
 
 
-def rotate_qk(
-    config: OuroConfig, inputs: LayerInputs, positions: Int[Array, "B S"]
-) -> tuple[Array, Array]:
+def rotate_qk(config: OuroConfig, inputs: LayerInputs, positions: Int[Array, "B S"]) -> tuple[Array, Array]:
     """Rotated queries and keys of one layer."""
     frequencies = inverse_frequencies(config.head_dim, config.rope_theta, accumulation_dtype(inputs.q.dtype))
     return rotate(inputs.q, positions, frequencies), rotate(inputs.k, positions, frequencies)
@@ -46,7 +44,9 @@ class FullCache(Scheme):
         slots = config.num_loops * config.num_layers
         return dict.fromkeys(("k", "v"), (slots, config.num_kv_heads, config.head_dim))
 
-    def prefill(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]) -> Transform:
+    def prefill(
+        self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
+    ) -> Transform:
         positions = jnp.arange(tokens)[None]
 
         def attend(buffers: dict[str, Array], inputs: LayerInputs) -> tuple[Array, dict[str, Array]]:
@@ -55,7 +55,9 @@ class FullCache(Scheme):
             buffers = {"k": put_tokens(buffers["k"], slot, k), "v": put_tokens(buffers["v"], slot, inputs.v)}
             return exact_attention(q, k, inputs.v), buffers
 
-        return Transform([Stage(range(config.num_loops), attend)], cache.buffers, lambda buffers: Cache(buffers, lengths))
+        return Transform(
+            [Stage(range(config.num_loops), attend)], cache.buffers, lambda buffers: Cache(buffers, lengths)
+        )
 
     def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
         buffers, position = cache.buffers, cache.lengths
@@ -63,13 +65,22 @@ class FullCache(Scheme):
         def attend(new: dict[str, Array], inputs: LayerInputs) -> tuple[Array, dict[str, Array]]:
             q, k = rotate_qk(config, inputs, position[:, None])
             slot = slot_of(config, inputs)
-            past, itself, _ = latent_decode(q[:, 0], buffers["k"][slot], buffers["v"][slot], position, config.head_dim**-0.5,
-                                            window.read(config, buffers, inputs, q, k, position))
+            past, itself, _ = latent_decode(
+                q[:, 0],
+                buffers["k"][slot],
+                buffers["v"][slot],
+                position,
+                config.head_dim**-0.5,
+                window.read(config, buffers, inputs, q, k, position),
+            )
             new = {"k": new["k"].at[slot].set(k[:, 0]), "v": new["v"].at[slot].set(inputs.v[:, 0])}
             return (past + itself)[:, None], new
 
-        return Transform([Stage(range(config.num_loops), attend)], new_token(buffers),
-                         lambda new: Cache(store_token(buffers, new, position), position + 1))
+        return Transform(
+            [Stage(range(config.num_loops), attend)],
+            new_token(buffers),
+            lambda new: Cache(store_token(buffers, new, position), position + 1),
+        )
 
     def swapped(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
         """Every token reads exact keys and values, so this is the exact pass."""

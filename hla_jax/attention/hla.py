@@ -1,10 +1,11 @@
 """Hybrid Latent Attention (arXiv:2610.07940): one latent a token that every loop reads directly, and an exact window.
 
-A token's main latent c = sum_{t>=2} E_t h_t (Eq. 2) serves loops 2 .. T, its loop-1 latent serves loop 1. Loop t scores the stored
-key part with A_t^T q and maps the weighted sum of the value part back with B_t (Eqs. 3 and 4). Nothing is rebuilt.
+A token's main latent c = sum_{t>=2} E_t h_t (Eq. 2) serves loops 2 .. T, its loop-1 latent serves loop 1. Loop t scores
+the stored key part with A_t^T q and maps the weighted sum of the value part back with B_t (Eqs. 3 and 4). Nothing is
+rebuilt.
 
-Shapes: B batch, S tokens, C capacity, d hidden size, T loops, H heads, dh head size; ranks rk, rv of the main latent, r1 of each half of
-the loop-1 latent. Code counts loops from 0, so the main latent's maps of loop t are at index t - 1.
+Shapes: B batch, S tokens, C capacity, d hidden size, T loops, H heads, dh head size; ranks rk, rv of the main latent,
+r1 of each half of the loop-1 latent. Code counts loops from 0, so the main latent's maps of loop t are at index t - 1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ from jaxtyping import Array, Float, Int
 from hla_jax.attention import window
 from hla_jax.attention.full import rotate_qk
 from hla_jax.attention.parallel import exact_attention, hybrid_attention
-from hla_jax.attention.scheme import Cache, Maps, Scheme, SchemeError, Shape, Transform, new_token, put_tokens, store_token
+from hla_jax.attention.scheme import (
+    Cache,
+    Maps,
+    Scheme,
+    SchemeError,
+    Shape,
+    Transform,
+    new_token,
+    put_tokens,
+    store_token,
+)
 from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode.reference import latent_decode
 from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, linear, rotate
@@ -33,7 +44,8 @@ class HLA(Scheme):
     """Sizes of Hybrid Latent Attention: rk + rv + 2 r1 numbers a token and layer, and 2 T G dh W a sequence and layer.
 
     Attributes:
-      rank_k: rk, key part of the main latent; a multiple of the head size, since every rotary frequency gets as many pairs.
+      rank_k: rk, key part of the main latent; a multiple of the head size, since every rotary frequency gets as many
+        pairs.
       rank_v: rv, value part of the main latent.
       rank_loop1: r1, key part and value part of the loop-1 latent; a multiple of the head size.
       window: W, recent tokens read exactly (besides the token itself).
@@ -56,23 +68,36 @@ class HLA(Scheme):
             raise SchemeError(f"HLA needs at least 2 loops: the main latent serves loops 2 .. T; the model has {loops}")
         if self.window < 0:
             raise SchemeError(f"window must be at least 0, found {self.window}")
-        for name, rank, directions in (("rank_k", self.rank_k, (loops - 1) * heads), ("rank_loop1", self.rank_loop1, heads)):
+        for name, rank, directions in (
+            ("rank_k", self.rank_k, (loops - 1) * heads),
+            ("rank_loop1", self.rank_loop1, heads),
+        ):
             if rank < size or rank % size:
-                raise SchemeError(f"{name} must be a positive multiple of head_dim {size}, so that every rotary frequency gets "
-                                  f"the same number of latent pairs; found {rank}")
+                raise SchemeError(
+                    f"{name} must be a positive multiple of head_dim {size}, so that every rotary frequency gets "
+                    f"the same number of latent pairs; found {rank}"
+                )
             if rank > directions * size:
-                raise SchemeError(f"{name} must be at most {directions * size}, the full rank of the keys it stands for; found {rank}")
+                raise SchemeError(
+                    f"{name} must be at most {directions * size}, the full rank of the keys it stands for; found {rank}"
+                )
         full = (loops - 1) * heads * size
         if not 1 <= self.rank_v <= full:
-            raise SchemeError(f"rank_v must be in 1 .. {full}, the full rank of the values of loops 2 .. {loops}; found {self.rank_v}")
-        for name, pairs, rank, most in (("pair_frequency", self.pair_frequency, self.rank_k, (loops - 1) * heads),
-                                        ("pair_frequency_loop1", self.pair_frequency_loop1, self.rank_loop1, heads)):
+            raise SchemeError(
+                f"rank_v must be in 1 .. {full}, the full rank of the values of loops 2 .. {loops}; found {self.rank_v}"
+            )
+        for name, pairs, rank, most in (
+            ("pair_frequency", self.pair_frequency, self.rank_k, (loops - 1) * heads),
+            ("pair_frequency_loop1", self.pair_frequency_loop1, self.rank_loop1, heads),
+        ):
             if pairs is None:
                 continue
             if len(pairs) != rank // 2:
                 raise SchemeError(f"{name} must have one entry per latent pair, {rank // 2}; found {len(pairs)}")
             if min(pairs) < 0 or max(pairs) >= size // 2:
-                raise SchemeError(f"{name} must index the {size // 2} rotary frequencies, found {min(pairs)} .. {max(pairs)}")
+                raise SchemeError(
+                    f"{name} must index the {size // 2} rotary frequencies, found {min(pairs)} .. {max(pairs)}"
+                )
             if (largest := int(np.bincount(pairs).max())) > most:
                 raise SchemeError(f"{name} gives one frequency {largest} pairs, more than the {most} key pairs it has")
 
@@ -94,24 +119,35 @@ class HLA(Scheme):
 
     def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
         layers = config.num_layers
-        return {"latent_k": (layers, self.rank_k), "latent_v": (layers, self.rank_v),
-                "latent_k1": (layers, self.rank_loop1), "latent_v1": (layers, self.rank_loop1)}
+        return {
+            "latent_k": (layers, self.rank_k),
+            "latent_v": (layers, self.rank_v),
+            "latent_k1": (layers, self.rank_loop1),
+            "latent_v1": (layers, self.rank_loop1),
+        }
 
-    def prefill(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]) -> Transform:
-        """The main latent is summed over the loops in the cache's own buffers, so a prompt needs no more memory than its cache
-        and the keys and values of one layer at one loop."""
+    def prefill(
+        self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
+    ) -> Transform:
+        """The main latent is summed over the loops in the cache's own buffers, so a prompt needs no more memory than
+        its cache and the keys and values of one layer at one loop."""
         positions = jnp.arange(tokens)[None]
 
         def attend_first(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             latent_k, latent_v = self.write_first(config, maps, inputs, positions)
-            buffers = buffers | {"latent_k1": put_tokens(buffers["latent_k1"], inputs.layer, latent_k),
-                                 "latent_v1": put_tokens(buffers["latent_v1"], inputs.layer, latent_v)}
+            buffers = buffers | {
+                "latent_k1": put_tokens(buffers["latent_k1"], inputs.layer, latent_k),
+                "latent_v1": put_tokens(buffers["latent_v1"], inputs.layer, latent_v),
+            }
             return attend(buffers, inputs)
 
         def attend_rest(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             add = lambda buffer, part: put_tokens(buffer, inputs.layer, buffer[inputs.layer, :, :tokens] + part)
             part_k, part_v = self.write_rest(maps, inputs)
-            buffers = buffers | {"latent_k": add(buffers["latent_k"], part_k), "latent_v": add(buffers["latent_v"], part_v)}
+            buffers = buffers | {
+                "latent_k": add(buffers["latent_k"], part_k),
+                "latent_v": add(buffers["latent_v"], part_v),
+            }
             return attend(buffers, inputs)
 
         def attend(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
@@ -120,37 +156,52 @@ class HLA(Scheme):
 
         def finish(buffers: Buffers) -> Cache:
             turn = lambda layer, buffer: put_tokens(
-                buffer, layer, self.rotate_main(config, buffer[layer, :, :tokens, None], positions)[:, :, 0])
+                buffer, layer, self.rotate_main(config, buffer[layer, :, :tokens, None], positions)[:, :, 0]
+            )
             rotated = jax.lax.fori_loop(0, config.num_layers, turn, buffers["latent_k"])
             return Cache(buffers | {"latent_k": rotated}, lengths)
 
         return Transform(_stages(config, attend_first, attend_rest), cache.buffers, finish)
 
     def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
-        """The main latent is summed over the loops in float32, and stored when it is complete, its key part rotated once."""
+        """The main latent is summed over the loops in float32, and stored when it is complete, its key part rotated
+        once.
+        """
         buffers, position = cache.buffers, cache.lengths
         far = jnp.maximum(position - self.window, 0)
 
         def attend_first(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             latent_k, latent_v = self.write_first(config, maps, inputs, position[:, None])
-            new = new | {"latent_k1": new["latent_k1"].at[inputs.layer].set(latent_k[:, 0]),
-                         "latent_v1": new["latent_v1"].at[inputs.layer].set(latent_v[:, 0])}
+            new = new | {
+                "latent_k1": new["latent_k1"].at[inputs.layer].set(latent_k[:, 0]),
+                "latent_v1": new["latent_v1"].at[inputs.layer].set(latent_v[:, 0]),
+            }
             query = self.query_first(config, maps, inputs, position[:, None])
             stored = buffers["latent_k1"][inputs.layer], buffers["latent_v1"][inputs.layer]
             return attend(new, inputs, query, *stored, maps["read_o1"][inputs.layer])
 
         def attend_rest(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             part_k, part_v = self.write_rest(maps, inputs)
-            new = new | {"latent_k": new["latent_k"].at[inputs.layer].add(part_k[:, 0]),
-                         "latent_v": new["latent_v"].at[inputs.layer].add(part_v[:, 0])}
+            new = new | {
+                "latent_k": new["latent_k"].at[inputs.layer].add(part_k[:, 0]),
+                "latent_v": new["latent_v"].at[inputs.layer].add(part_v[:, 0]),
+            }
             query = self.query_rest(config, maps, inputs, position[:, None])
             stored = buffers["latent_k"][inputs.layer], buffers["latent_v"][inputs.layer]
             return attend(new, inputs, query, *stored, maps["read_o"][inputs.layer, inputs.loop - 1])
 
-        def attend(new: Buffers, inputs: LayerInputs, query: Array, keys: Array, values: Array, read: Array) -> tuple[Array, Buffers]:
+        def attend(
+            new: Buffers, inputs: LayerInputs, query: Array, keys: Array, values: Array, read: Array
+        ) -> tuple[Array, Buffers]:
             q, k = rotate_qk(config, inputs, position[:, None])
-            latent, exact, _ = latent_decode(query[:, 0], keys[:, :, None], values[:, :, None], far, config.head_dim**-0.5,
-                                             window.read(config, buffers, inputs, q, k, position))
+            latent, exact, _ = latent_decode(
+                query[:, 0],
+                keys[:, :, None],
+                values[:, :, None],
+                far,
+                config.head_dim**-0.5,
+                window.read(config, buffers, inputs, q, k, position),
+            )
             return output(latent[:, None], read) + exact[:, None], window.note(config, new, inputs, k)
 
         def finish(new: Buffers) -> Cache:
@@ -160,7 +211,9 @@ class HLA(Scheme):
         return Transform(_stages(config, attend_first, attend_rest), new_token(buffers), finish)
 
     def swapped(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
-        """Main latents come from the pass that filled the cache, loop-1 latents and the window from this pass (HLA, section 4.2)."""
+        """Main latents come from the pass that filled the cache, loop-1 latents and the window from this pass (HLA,
+        section 4.2).
+        """
         positions = jnp.arange(tokens)[None]
 
         def attend_first(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
@@ -176,7 +229,8 @@ class HLA(Scheme):
         def attend(inputs: LayerInputs, query: Array, latent_k: Array, latent_v: Array, read: Array) -> Array:
             q, k = rotate_qk(config, inputs, positions)
             latent, exact = hybrid_attention(
-                (query, latent_k[:, :, None], latent_v[:, :, None]), (q, k, inputs.v), self.window)
+                (query, latent_k[:, :, None], latent_v[:, :, None]), (q, k, inputs.v), self.window
+            )
             return output(latent, read) + exact
 
         return Transform(_stages(config, attend_first, attend_rest), cache.buffers, lambda _: cache)
@@ -188,28 +242,38 @@ class HLA(Scheme):
     ) -> tuple[Float[Array, "B S r1"], Float[Array, "B S r1"]]:
         """Loop-1 latent E_1 h_1, its key part rotated."""
         key = linear(inputs.h, maps["write_k1"][inputs.layer])
-        return self.rotate_first(config, key[:, :, None], positions)[:, :, 0], linear(inputs.h, maps["write_v1"][inputs.layer])
+        return self.rotate_first(config, key[:, :, None], positions)[:, :, 0], linear(
+            inputs.h, maps["write_v1"][inputs.layer]
+        )
 
     def write_rest(self, maps: Maps, inputs: LayerInputs) -> tuple[Float[Array, "B S rk"], Float[Array, "B S rv"]]:
         """This loop's share E_t h_t of the main latent, not rotated."""
         at = (inputs.layer, inputs.loop - 1)
         return linear(inputs.h, maps["write_k"][at]), linear(inputs.h, maps["write_v"][at])
 
-    def query_first(self, config: OuroConfig, maps: Maps, inputs: LayerInputs, positions: Array) -> Float[Array, "B S H r1"]:
+    def query_first(
+        self, config: OuroConfig, maps: Maps, inputs: LayerInputs, positions: Array
+    ) -> Float[Array, "B S H r1"]:
         """Loop 1's rotated latent query."""
         query = jnp.einsum("bshe,her->bshr", inputs.q, maps["read_q1"][inputs.layer])
         return self.rotate_first(config, query.astype(inputs.q.dtype), positions)
 
-    def query_rest(self, config: OuroConfig, maps: Maps, inputs: LayerInputs, positions: Array) -> Float[Array, "B S H rk"]:
+    def query_rest(
+        self, config: OuroConfig, maps: Maps, inputs: LayerInputs, positions: Array
+    ) -> Float[Array, "B S H rk"]:
         """Rotated latent query A_t^T q of loops 2 .. T (Eq. 3)."""
         query = jnp.einsum("bshe,her->bshr", inputs.q, maps["read_q"][inputs.layer, inputs.loop - 1])
         return self.rotate_main(config, query.astype(inputs.q.dtype), positions)
 
-    def rotate_main(self, config: OuroConfig, x: Float[Array, "B S N rk"], positions: Array) -> Float[Array, "B S N rk"]:
+    def rotate_main(
+        self, config: OuroConfig, x: Float[Array, "B S N rk"], positions: Array
+    ) -> Float[Array, "B S N rk"]:
         """Rotates main latents, or queries to them."""
         return rotate_latent(config, x, positions, self.pair_frequency)
 
-    def rotate_first(self, config: OuroConfig, x: Float[Array, "B S N r1"], positions: Array) -> Float[Array, "B S N r1"]:
+    def rotate_first(
+        self, config: OuroConfig, x: Float[Array, "B S N r1"], positions: Array
+    ) -> Float[Array, "B S N r1"]:
         """Rotates loop-1 latents, or queries to them."""
         return rotate_latent(config, x, positions, self.pair_frequency_loop1)
 

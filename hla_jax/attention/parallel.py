@@ -1,7 +1,7 @@
 """Attention of many tokens at once, in blocks of queries: exact, and hybrid (latent beyond a window, exact within).
 
-No S x S array is stored: one block of queries is scored against all tokens, and its scores are recomputed in the backward pass.
-Shapes: B sequences, S tokens, H query heads, G key-value heads, N latent heads, dh head size, W window.
+No S x S array is stored: one block of queries is scored against all tokens, and its scores are recomputed in the
+backward pass. Shapes: B sequences, S tokens, H query heads, G key-value heads, N latent heads, dh head size, W window.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def exact_attention(
     v: Float[Array, "B S G dh"],
     segments: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B S H dh"]:
-    """Causal softmax attention of rotated queries and keys; with `segments`, only tokens of the same segment see each other."""
+    """Causal softmax attention of rotated queries and keys; with `segments`, only tokens of the same segment see each
+    other.
+    """
     scale = q.shape[-1] ** -0.5
 
     def block(index: Int[Array, " Q"], q: Float[Array, "B Q H dh"]) -> Float[Array, "B Q H dh"]:
@@ -39,7 +41,8 @@ def hybrid_attention(
     window: int,
     segments: Int[Array, "B S"] | None = None,
 ) -> tuple[Float[Array, "B S H rv"], Float[Array, "B S H dh"]]:
-    """HLA's attention (Eq. 4) for all tokens: queries, keys and values of the latent for j < i - W and exact ones for j >= i - W.
+    """HLA's attention (Eq. 4) for all tokens: queries, keys and values of the latent for j < i - W and exact ones for j
+    >= i - W.
 
     Returns:
       The weighted sums of latent values and of exact values; one softmax covers both.
@@ -52,7 +55,10 @@ def hybrid_attention(
         recent = index[:, None] - jnp.arange(tokens) <= window
         scores = jnp.where(recent, grouped_scores(q_near, near[1]), grouped_scores(q_far, far[1][:, :tokens])) * scale
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
-        return (grouped_sum(jnp.where(recent, 0, weights), far[2][:, :tokens]), grouped_sum(jnp.where(recent, weights, 0), near[2]))
+        return (
+            grouped_sum(jnp.where(recent, 0, weights), far[2][:, :tokens]),
+            grouped_sum(jnp.where(recent, weights, 0), near[2]),
+        )
 
     numbers = near[0].shape[0] * near[0].shape[2] * tokens
     return over_query_blocks(block, tokens, numbers, far[0], near[0])
@@ -90,7 +96,9 @@ def query_block(tokens: int, numbers_per_query: int) -> int:
 
 
 def over_query_blocks(block: Callable, tokens: int, numbers_per_query: int, *queries: Float[Array, "B S H r"]):
-    """Applies `block(index [Q], *queries [B, Q, H, r])` to consecutive blocks of queries and joins the results [B, S, ...]."""
+    """Applies `block(index [Q], *queries [B, Q, H, r])` to consecutive blocks of queries and joins the results [B, S,
+    ...].
+    """
     size = query_block(tokens, numbers_per_query)
     if size == tokens:
         return block(jnp.arange(tokens), *queries)
@@ -98,7 +106,10 @@ def over_query_blocks(block: Callable, tokens: int, numbers_per_query: int, *que
     # Queries of the padding repeat the last index: their results are cut off, and no row of the mask is empty.
     index = jnp.minimum(jnp.arange(count * size), tokens - 1).reshape(count, size)
     split = lambda x: jnp.moveaxis(
-        jnp.pad(x, ((0, 0), (0, count * size - tokens), (0, 0), (0, 0))).reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+        jnp.pad(x, ((0, 0), (0, count * size - tokens), (0, 0), (0, 0))).reshape(x.shape[0], count, size, *x.shape[2:]),
+        1,
+        0,
+    )
     out = jax.lax.map(lambda xs: jax.checkpoint(block)(*xs), (index, *map(split, queries)))
     join = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], count * size, *x.shape[3:])[:, :tokens]
     return jax.tree.map(join, out)

@@ -1,7 +1,9 @@
 """The contract of a cache scheme.
 
-A scheme is a frozen dataclass of static sizes. For a model's config it declares the maps it adds to every layer and the buffers of
-its cache, and it turns them into attention: a `Transform` of stages for `models.ouro.run` together with the state they carry and a
+A scheme is a frozen dataclass of static sizes. For a model's config it declares the maps it adds to every layer and the
+buffers of
+its cache, and it turns them into attention: a `Transform` of stages for `models.ouro.run` together with the state they
+  carry and a
 `finish` that makes the next cache of that state. Nothing else in the package knows what a cache contains.
 """
 
@@ -39,7 +41,9 @@ class Cache:
 
 
 class Transform(NamedTuple):
-    """Attention of one forward pass: stages and their state for `models.ouro.run`, and the cache that the last state makes."""
+    """Attention of one forward pass: stages and their state for `models.ouro.run`, and the cache that the last state
+    makes.
+    """
 
     stages: Sequence[Stage]
     state: Any
@@ -50,7 +54,9 @@ class Scheme(abc.ABC):
     """What every cache scheme provides. Implementations are frozen dataclasses, hashable and static under `jax.jit`."""
 
     interchange: ClassVar[str | None] = None
-    """Name of the scheme's maps and config entry in a checkpoint (`self_attn.<name>.*`, `<name>_config`); None if it has no maps."""
+    """Name of the scheme's maps and config entry in a checkpoint (`self_attn.<name>.*`, `<name>_config`); None if it
+    has no maps.
+    """
 
     def check(self, config: OuroConfig) -> None:  # noqa: B027 (most schemes fit every model)
         """Raises `SchemeError` if the sizes do not fit the model."""
@@ -61,17 +67,27 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
-        """Buffers that grow with the tokens: name to (leading..., trailing...) around the [B, C] axes, see `cache_shapes`."""
+        """Buffers that grow with the tokens: name to (leading..., trailing...) around the [B, C] axes, see
+        `cache_shapes`.
+        """
 
     def window_tokens(self) -> int:
         """Recent tokens kept exactly, in every loop."""
         return 0
 
     def cache_shapes(self, config: OuroConfig, batch: int, capacity: int) -> dict[str, Shape]:
-        """Shape of every buffer: [slots, B, C, ...] for what grows with the tokens, [T L, B, W, G, dh] for the window."""
+        """Shape of every buffer: [slots, B, C, ...] for what grows with the tokens, [T L, B, W, G, dh] for the
+        window.
+        """
         shapes = {name: (slots, batch, capacity, *rest) for name, (slots, *rest) in self.token_shapes(config).items()}
         if self.window_tokens():
-            window = (config.num_loops * config.num_layers, batch, self.window_tokens(), config.num_kv_heads, config.head_dim)
+            window = (
+                config.num_loops * config.num_layers,
+                batch,
+                self.window_tokens(),
+                config.num_kv_heads,
+                config.head_dim,
+            )
             shapes |= {"window_k": window, "window_v": window}
         return shapes
 
@@ -87,7 +103,9 @@ class Scheme(abc.ABC):
         return numbers * jnp.dtype(dtype).itemsize
 
     @abc.abstractmethod
-    def prefill(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]) -> Transform:
+    def prefill(
+        self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
+    ) -> Transform:
         """Attention of the prompt: one exact pass over `tokens` right-padded tokens that fills an empty cache."""
 
     @abc.abstractmethod
@@ -96,12 +114,18 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def swapped(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
-        """Attention of a parallel pass under the decoding rule, reading from a prefilled cache what decoding reads from the cache."""
+        """Attention of a parallel pass under the decoding rule, reading from a prefilled cache what decoding reads from
+        the cache.
+        """
 
     def to_config(self) -> dict[str, Any]:
         """The entry `<interchange>_config` of an exported `config.json`: the fields that are set."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items() if value is not None}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in fields.items()
+            if value is not None
+        }
 
     @classmethod
     def from_config(cls, entry: Mapping[str, Any]) -> Scheme:
@@ -109,8 +133,11 @@ class Scheme(abc.ABC):
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
         if (missing := required - entry.keys()) or (unknown := entry.keys() - fields.keys()):
-            raise SchemeError(f"{cls.interchange}_config: missing fields {sorted(missing)}" if missing
-                              else f"{cls.interchange}_config: unknown fields {sorted(unknown)}, expected {sorted(fields)}")
+            raise SchemeError(
+                f"{cls.interchange}_config: missing fields {sorted(missing)}"
+                if missing
+                else f"{cls.interchange}_config: unknown fields {sorted(unknown)}, expected {sorted(fields)}"
+            )
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
 
 
@@ -124,7 +151,9 @@ class Attention:
 
 
 def put_tokens(buffer: Array, slot: Array | int, value: Array, start: Array | int = 0) -> Array:
-    """Writes `value` [B, S, ...] at tokens start .. start+S-1 of `buffer[slot]` [B, C, ...], in place when the buffer is donated."""
+    """Writes `value` [B, S, ...] at tokens start .. start+S-1 of `buffer[slot]` [B, C, ...], in place when the buffer
+    is donated.
+    """
     value = value.astype(buffer.dtype)
     zero = jnp.zeros((), jnp.int32)
     starts = (jnp.asarray(slot, jnp.int32), zero, jnp.asarray(start, jnp.int32), *[zero] * (buffer.ndim - 3))
@@ -132,18 +161,23 @@ def put_tokens(buffer: Array, slot: Array | int, value: Array, start: Array | in
 
 
 def new_token(buffers: dict[str, Array]) -> dict[str, Array]:
-    """Zeros for what one new token adds to a cache: [slots, B, ...] in float32 or wider for each buffer [slots, B, C, ...]."""
+    """Zeros for what one new token adds to a cache: [slots, B, ...] in float32 or wider for each buffer [slots, B, C,
+    ...].
+    """
     shape = lambda buffer: buffer.shape[:2] + buffer.shape[3:]
     return {name: jnp.zeros(shape(buffer), accumulation_dtype(buffer.dtype)) for name, buffer in buffers.items()}
 
 
 def store_token(buffers: dict[str, Array], new: dict[str, Array], position: Int[Array, " B"]) -> dict[str, Array]:
-    """Writes what `new_token` was filled with at each sequence's `position`; in a ring of W tokens that is slot `position` mod W.
+    """Writes what `new_token` was filled with at each sequence's `position`; in a ring of W tokens that is slot
+    `position` mod W.
 
-    A decode step only reads the cache until its last loop is over, and then stores its token here, once: XLA copies a buffer that is
-    read and written in turns inside a loop.
+    A decode step only reads the cache until its last loop is over, and then stores its token here, once: XLA copies a
+    buffer that is read and written in turns inside a loop.
     """
-    put = lambda buffer, value: buffer.at[:, jnp.arange(position.shape[0]), position % buffer.shape[2]].set(value.astype(buffer.dtype))
+    put = lambda buffer, value: buffer.at[:, jnp.arange(position.shape[0]), position % buffer.shape[2]].set(
+        value.astype(buffer.dtype)
+    )
     return {name: put(buffer, new[name]) for name, buffer in buffers.items()}
 
 

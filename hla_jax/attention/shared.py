@@ -1,4 +1,6 @@
-"""Single-loop sharing: every loop reads the last loop's keys and values beyond a window of its own (baseline of the HLA paper)."""
+"""Single-loop sharing: every loop reads the last loop's keys and values beyond a window of its own (baseline of the HLA
+paper).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ from jaxtyping import Array, Int
 from hla_jax.attention import window
 from hla_jax.attention.full import rotate_qk
 from hla_jax.attention.parallel import exact_attention, hybrid_attention
-from hla_jax.attention.scheme import Cache, Maps, Scheme, SchemeError, Shape, Transform, new_token, put_tokens, store_token
+from hla_jax.attention.scheme import (
+    Cache,
+    Maps,
+    Scheme,
+    SchemeError,
+    Shape,
+    Transform,
+    new_token,
+    put_tokens,
+    store_token,
+)
 from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode.reference import latent_decode
 from hla_jax.models.ouro import LayerInputs, Stage
@@ -20,7 +32,8 @@ Buffers = dict[str, Array]
 
 @dataclasses.dataclass(frozen=True)
 class SharedLoop(Scheme):
-    """The last loop's keys and values of every token, and own ones of the last `window` tokens; `window=0` is final-loop reuse.
+    """The last loop's keys and values of every token, and own ones of the last `window` tokens; `window=0` is
+    final-loop reuse.
 
     Stores 2 G dh numbers a token and layer, and 2 T G dh W a sequence and layer.
     """
@@ -37,7 +50,9 @@ class SharedLoop(Scheme):
     def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
         return dict.fromkeys(("last_k", "last_v"), (config.num_layers, config.num_kv_heads, config.head_dim))
 
-    def prefill(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]) -> Transform:
+    def prefill(
+        self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
+    ) -> Transform:
         positions = jnp.arange(tokens)[None]
 
         def attend(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
@@ -47,10 +62,14 @@ class SharedLoop(Scheme):
         def attend_last(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             _, k = rotate_qk(config, inputs, positions)
             out, buffers = attend(buffers, inputs)
-            return out, buffers | {"last_k": put_tokens(buffers["last_k"], inputs.layer, k),
-                                   "last_v": put_tokens(buffers["last_v"], inputs.layer, inputs.v)}
+            return out, buffers | {
+                "last_k": put_tokens(buffers["last_k"], inputs.layer, k),
+                "last_v": put_tokens(buffers["last_v"], inputs.layer, inputs.v),
+            }
 
-        return Transform(self._stages(config, attend, attend_last), cache.buffers, lambda buffers: Cache(buffers, lengths))
+        return Transform(
+            self._stages(config, attend, attend_last), cache.buffers, lambda buffers: Cache(buffers, lengths)
+        )
 
     def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
         buffers, position = cache.buffers, cache.lengths
@@ -58,18 +77,28 @@ class SharedLoop(Scheme):
         def attend(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             q, k = rotate_qk(config, inputs, position[:, None])
             far, near, _ = latent_decode(
-                q[:, 0], buffers["last_k"][inputs.layer], buffers["last_v"][inputs.layer], jnp.maximum(position - self.window, 0),
-                config.head_dim**-0.5, window.read(config, buffers, inputs, q, k, position))
+                q[:, 0],
+                buffers["last_k"][inputs.layer],
+                buffers["last_v"][inputs.layer],
+                jnp.maximum(position - self.window, 0),
+                config.head_dim**-0.5,
+                window.read(config, buffers, inputs, q, k, position),
+            )
             return (far + near)[:, None], window.note(config, new, inputs, k)
 
         def attend_last(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             _, k = rotate_qk(config, inputs, position[:, None])
             out, new = attend(new, inputs)
-            return out, new | {"last_k": new["last_k"].at[inputs.layer].set(k[:, 0]),
-                               "last_v": new["last_v"].at[inputs.layer].set(inputs.v[:, 0])}
+            return out, new | {
+                "last_k": new["last_k"].at[inputs.layer].set(k[:, 0]),
+                "last_v": new["last_v"].at[inputs.layer].set(inputs.v[:, 0]),
+            }
 
-        return Transform(self._stages(config, attend, attend_last), new_token(buffers),
-                         lambda new: Cache(store_token(buffers, new, position), position + 1))
+        return Transform(
+            self._stages(config, attend, attend_last),
+            new_token(buffers),
+            lambda new: Cache(store_token(buffers, new, position), position + 1),
+        )
 
     def swapped(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
         positions = jnp.arange(tokens)[None]

@@ -1,7 +1,7 @@
 """The exact window: a ring of the W most recent tokens' keys and values, in every loop and layer.
 
-Token j sits in slot j mod W. The current token is a separate operand and overwrites the oldest slot only after the read, so a
-token attends exactly to itself and to the W tokens before it.
+Token j sits in slot j mod W. The current token is a separate operand and overwrites the oldest slot only after the
+read, so a token attends exactly to itself and to the W tokens before it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def read(
     k: Float[Array, "B 1 G dh"],
     position: Int[Array, " B"],
 ) -> Window:
-    """What a token at `position` sees exactly in one layer and loop: the ring, empty for schemes without a window, and itself."""
+    """What a token at `position` sees exactly in one layer and loop: the ring, empty for schemes without a window, and
+    itself.
+    """
     k, v = k[:, 0], inputs.v[:, 0]
     if "window_k" in buffers:
         keys, values = (buffers[name][slot_of(config, inputs)] for name in ("window_k", "window_v"))
@@ -54,8 +56,13 @@ def read(
 
 
 def note(config: OuroConfig, new: Buffers, inputs: LayerInputs, k: Float[Array, "B 1 G dh"]) -> Buffers:
-    """Notes the current token's keys and values of one layer and loop, for `scheme.store_token` to put in the oldest one's place."""
+    """Notes the current token's keys and values of one layer and loop, for `scheme.store_token` to put in the oldest
+    one's place.
+    """
     if "window_k" not in new:
         return new
     slot = slot_of(config, inputs)
-    return new | {"window_k": new["window_k"].at[slot].set(k[:, 0]), "window_v": new["window_v"].at[slot].set(inputs.v[:, 0])}
+    return new | {
+        "window_k": new["window_k"].at[slot].set(k[:, 0]),
+        "window_v": new["window_v"].at[slot].set(inputs.v[:, 0]),
+    }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention, Scheme
@@ -50,11 +50,15 @@ def principal_maps(
 
 
 @principal_maps.register
-def hla_maps(scheme: HLA, params: ouro.Params, config: OuroConfig, sequences: Sequences) -> dict[str, Float[np.ndarray, "L ..."]]:
+def hla_maps(
+    scheme: HLA, params: ouro.Params, config: OuroConfig, sequences: Sequences
+) -> dict[str, Float[np.ndarray, "L ..."]]:
     """Principal components of keys per rotary frequency and of concatenated values (HLA, Appendix A)."""
     half, heads, loops = config.head_dim // 2, config.num_kv_heads, config.num_loops
-    keys = [moments.key_moments(params, config, sequences, group)
-            for group in moments.layer_groups(config, 8 * half * ((loops - 1) * heads) ** 2)]
+    keys = [
+        moments.key_moments(params, config, sequences, group)
+        for group in moments.layer_groups(config, 8 * half * ((loops - 1) * heads) ** 2)
+    ]
     rest_values = value_directions(params, config, sequences, range(1, loops), scheme.rank_v)
     first_values = value_directions(params, config, sequences, range(1), scheme.rank_loop1)
     rest_pairs = pair_frequencies(config, scheme.rank_k, scheme.pair_frequency)
@@ -66,8 +70,18 @@ def hla_maps(scheme: HLA, params: ouro.Params, config: OuroConfig, sequences: Se
         write_k1, read_q1 = key_maps(config, first_keys, k_proj, first_pairs)
         write_v, read_o = value_maps(config, rest_values[layer], v_proj)
         write_v1, read_o1 = value_maps(config, first_values[layer], v_proj)
-        layers.append({"write_k": write_k, "write_v": write_v, "read_q": read_q, "read_o": read_o, "write_k1": write_k1[0],
-                       "write_v1": write_v1[0], "read_q1": read_q1[0], "read_o1": read_o1[0]})
+        layers.append(
+            {
+                "write_k": write_k,
+                "write_v": write_v,
+                "read_q": read_q,
+                "read_o": read_o,
+                "write_k1": write_k1[0],
+                "write_v1": write_v1[0],
+                "read_q1": read_q1[0],
+                "read_o1": read_o1[0],
+            }
+        )
     return {name: np.stack([maps[name] for maps in layers]) for name in layers[0]}
 
 
@@ -77,9 +91,13 @@ def pair_frequencies(config: OuroConfig, rank: int, chosen: tuple[int, ...] | No
 
 
 def key_maps(
-    config: OuroConfig, moment: Float[np.ndarray, "F P P"], k_proj: Float[np.ndarray, "Gdh d"], pairs: Int[np.ndarray, " pairs"]
+    config: OuroConfig,
+    moment: Float[np.ndarray, "F P P"],
+    k_proj: Float[np.ndarray, "Gdh d"],
+    pairs: Int[np.ndarray, " pairs"],
 ) -> tuple[Float[np.ndarray, "t r d"], Float[np.ndarray, "t H dh r"]]:
-    """Writer and reader of a key latent: M_f, the leading eigenvectors of each frequency's moment, on both sides (HLA, Eq. 7).
+    """Writer and reader of a key latent: M_f, the leading eigenvectors of each frequency's moment, on both sides (HLA,
+    Eq. 7).
 
     The P directions of a frequency are its key pairs in the order loop, head; t loops share the latent.
     """
@@ -102,7 +120,9 @@ def key_maps(
 def value_maps(
     config: OuroConfig, directions: Float[np.ndarray, "D r"], v_proj: Float[np.ndarray, "Gdh d"]
 ) -> tuple[Float[np.ndarray, "t r d"], Float[np.ndarray, "t H r dh"]]:
-    """Writer and reader of a value latent: the directions' block of each loop and head, on both sides (HLA, Appendix A)."""
+    """Writer and reader of a value latent: the directions' block of each loop and head, on both sides (HLA, Appendix
+    A).
+    """
     blocks = directions.reshape(-1, config.num_kv_heads, config.head_dim, directions.shape[-1])
     write = np.einsum("tger,ged->trd", blocks, v_proj.reshape(config.num_kv_heads, config.head_dim, -1))
     return write, np.repeat(np.swapaxes(blocks, 2, 3), config.heads_per_kv, axis=1)

@@ -1,8 +1,8 @@
 """Streaming second moments of keys and values over calibration sequences.
 
-Every pass over the data runs the exact model on one micro-batch after another and keeps sums only, so memory does not depend on the
-number of tokens. Layers are taken in groups where the sums of all layers would be too large, at the price of one pass a group.
-All moments are uncentred.
+Every pass over the data runs the exact model on one micro-batch after another and keeps sums only, so memory does not
+depend on the number of tokens. Layers are taken in groups where the sums of all layers would be too large, at the price
+of one pass a group. All moments are uncentred.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sequences:
             raise ValueError("calibration needs at least one sequence, and no empty one")
         tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
         for number, row in enumerate(rows):
-            tokens[number, :len(row)] = row
+            tokens[number, : len(row)] = row
         return cls(tokens, np.asarray([len(row) for row in rows], np.int32))
 
 
@@ -91,7 +91,7 @@ def _add(params, config, tokens, lengths, layers, accumulate, sums):
     h = attention_inputs(params, config, tokens, positions, layers=layers)
     h = h.reshape(*h.shape[:2], -1, config.hidden_size)
     counted = (positions < lengths[:, None]).reshape(-1)
-    projections = {name: params["layers"][name][layers.start:layers.stop] for name in ("k_proj", "v_proj")}
+    projections = {name: params["layers"][name][layers.start : layers.stop] for name in ("k_proj", "v_proj")}
     one_layer = lambda xs: accumulate(xs[0], xs[1], counted, xs[2])
     return jax.lax.map(one_layer, (sums, jnp.moveaxis(h, 1, 0), projections))
 
@@ -107,7 +107,10 @@ def key_moments(
     frequencies, heads = config.head_dim // 2, config.num_kv_heads
     joint = (config.num_loops - 1) * heads
     dtype = accumulation_dtype(params["embed_tokens"].dtype)
-    sums = (jnp.zeros((len(layers), frequencies, joint, joint), dtype), jnp.zeros((len(layers), frequencies, heads, heads), dtype))
+    sums = (
+        jnp.zeros((len(layers), frequencies, joint, joint), dtype),
+        jnp.zeros((len(layers), frequencies, heads, heads), dtype),
+    )
     rest, first = stream(params, config, sequences, layers, _KeyMoments(config), sums, "key moments")
     return np.asarray(rest), np.asarray(first)
 
@@ -130,10 +133,14 @@ class _KeyMoments:
 def value_moments(
     params: ouro.Params, config: OuroConfig, sequences: Sequences, layers: range, loops: range
 ) -> Float[np.ndarray, "L D D"]:
-    """sum_j V_j V_j^T of the values of `loops` concatenated in the order loop, head, coordinate: D = len(loops) G dh."""
+    """sum_j V_j V_j^T of the values of `loops` concatenated in the order loop, head, coordinate: D = len(loops) G
+    dh.
+    """
     dimensions = len(loops) * config.num_kv_heads * config.head_dim
     sums = jnp.zeros((len(layers), dimensions, dimensions), accumulation_dtype(params["embed_tokens"].dtype))
-    return np.asarray(stream(params, config, sequences, layers, _ValueMoments(loops), sums, f"value moments, {_name(loops)}"))
+    return np.asarray(
+        stream(params, config, sequences, layers, _ValueMoments(loops), sums, f"value moments, {_name(loops)}")
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,11 +153,18 @@ class _ValueMoments:
 
 
 def value_products(
-    params: ouro.Params, config: OuroConfig, sequences: Sequences, layers: range, loops: range, basis: Float[Array, "L D k"]
+    params: ouro.Params,
+    config: OuroConfig,
+    sequences: Sequences,
+    layers: range,
+    loops: range,
+    basis: Float[Array, "L D k"],
 ) -> Float[np.ndarray, "L D k"]:
     """(sum_j V_j V_j^T) basis, without forming the D x D moments: one step of subspace iteration."""
     sums = (jnp.asarray(basis), jnp.zeros_like(basis))
-    return np.asarray(stream(params, config, sequences, layers, _ValueProducts(loops), sums, f"value sketch, {_name(loops)}")[1])
+    return np.asarray(
+        stream(params, config, sequences, layers, _ValueProducts(loops), sums, f"value sketch, {_name(loops)}")[1]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +178,7 @@ class _ValueProducts:
 
 
 def _joint_values(h, counted, projections, loops: range):
-    values = linear(h[loops.start:loops.stop], projections["v_proj"]) * counted[None, :, None]
+    values = linear(h[loops.start : loops.stop], projections["v_proj"]) * counted[None, :, None]
     return jnp.moveaxis(values, 1, 0).reshape(h.shape[1], -1)
 
 

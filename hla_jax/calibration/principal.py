@@ -13,7 +13,8 @@ from hla_jax.models import ouro
 
 # Above this many joint dimensions the moment matrix is not formed.
 LARGEST_MOMENT = 8192
-# Of the range finder: extra directions, and passes over the data after the first (Halko, Martinsson and Tropp, arXiv:0909.4061).
+# Of the range finder: extra directions, and passes over the data after the first (Halko, Martinsson and Tropp,
+# arXiv:0909.4061).
 _OVERSAMPLING = 32
 _POWER_PASSES = 2
 
@@ -28,14 +29,23 @@ def leading_eigenvectors(moment: Float[np.ndarray, "D D"], count: int) -> Float[
 def value_directions(
     params: ouro.Params, config: OuroConfig, sequences: Sequences, loops: range, rank: int
 ) -> Float[np.ndarray, "L D rank"]:
-    """Leading `rank` uncentred principal directions of every layer's values over `loops`, D in the order loop, head, coordinate."""
+    """Leading `rank` uncentred principal directions of every layer's values over `loops`, D in the order loop, head,
+    coordinate.
+    """
     dimensions = len(loops) * config.num_kv_heads * config.head_dim
     if dimensions <= LARGEST_MOMENT:
         groups = moments.layer_groups(config, 8 * dimensions**2)
-        return np.concatenate([
-            np.stack([leading_eigenvectors(moment, rank) for moment in moments.value_moments(params, config, sequences, group, loops)])
-            for group in groups
-        ])
+        return np.concatenate(
+            [
+                np.stack(
+                    [
+                        leading_eigenvectors(moment, rank)
+                        for moment in moments.value_moments(params, config, sequences, group, loops)
+                    ]
+                )
+                for group in groups
+            ]
+        )
     return _range_finder(params, config, sequences, loops, rank, dimensions)
 
 

@@ -24,7 +24,8 @@ class Source:
     """One source of documents in a mixture.
 
     Attributes:
-      path: a file, a folder, a hub data set ("owner/name"), "standard_library" (Python's own source) or "synthetic" (tasks).
+      path: a file, a folder, a hub data set ("owner/name"), "standard_library" (Python's own source) or "synthetic"
+        (tasks).
       weight: share of the documents.
       name, split: configuration and split of a hub data set.
       column: holds the text, or the messages.
@@ -42,10 +43,11 @@ class Source:
 
 
 def documents(mixture: tuple[Source, ...], tokenizer: Any, held_out: bool, seed: int) -> Stream[str]:
-    """An endless stream of documents from the sources in proportion to their weights. Raises `DataError` for what cannot be read.
+    """An endless stream of documents from the sources in proportion to their weights. Raises `DataError` for what
+    cannot be read.
 
-    Training and held-out documents are disjoint: other files of the standard library, other rows of a data set (the first thousand
-    are held out), other random numbers of the tasks.
+    Training and held-out documents are disjoint: other files of the standard library, other rows of a data set (the
+    first thousand are held out), other random numbers of the tasks.
     """
     if not mixture:
         raise DataError("a mixture needs at least one source")
@@ -70,8 +72,12 @@ def batches(
     return packed if shift is None else ShiftedPositions(packed, shift, seed)
 
 
-def sequences(mixture: tuple[Source, ...], tokenizer: Any, count: int, length: int, *, held_out: bool, seed: int) -> np.ndarray:
-    """`count` rows of exactly `length` tokens [count, length], documents joined end to end: for calibration and fidelity."""
+def sequences(
+    mixture: tuple[Source, ...], tokenizer: Any, count: int, length: int, *, held_out: bool, seed: int
+) -> np.ndarray:
+    """`count` rows of exactly `length` tokens [count, length], documents joined end to end: for calibration and
+    fidelity.
+    """
     stream, tokenize = documents(mixture, tokenizer, held_out, seed), tokenize_with(tokenizer)
     rows: list[np.ndarray] = []
     while len(rows) < count:
@@ -88,8 +94,11 @@ def _open(source: Source, tokenizer: Any, held_out: bool, seed: int) -> Stream[s
         return Indexed(texts.__getitem__, len(texts), seed)
     if source.path == SYNTHETIC:
         return Indexed(_TaskDocuments(tokenizer, source.tokens, held_out, seed))
-    render = {"text": sources.Text(source.column), "chat": sources.Chat(tokenizer, source.column),
-              "verified": sources.VerifiedSolutions(tokenizer)}.get(source.render)
+    render = {
+        "text": sources.Text(source.column),
+        "chat": sources.Chat(tokenizer, source.column),
+        "verified": sources.VerifiedSolutions(tokenizer),
+    }.get(source.render)
     if render is None:
         raise DataError(f"render must be text, chat or verified; found {source.render!r}")
     part: dict[str, Any] = {"take": _HELD_OUT_ROWS} if held_out else {"skip": _HELD_OUT_ROWS}
@@ -102,8 +111,10 @@ class _TaskDocuments:
 
     def __init__(self, tokenizer: Any, tokens: tuple[int, int], held_out: bool, seed: int):
         tokenize: Tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-        self._filler = synthetic.Filler(standard_library.documents("held_out" if held_out else "train"),
-                                        lambda lines: [len(tokenize(line)) for line in lines])
+        self._filler = synthetic.Filler(
+            standard_library.documents("held_out" if held_out else "train"),
+            lambda lines: [len(tokenize(line)) for line in lines],
+        )
         self._tokens, self._stream = tokens, (seed, int(held_out))
 
     def __call__(self, index: int) -> str:

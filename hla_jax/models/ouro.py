@@ -2,7 +2,8 @@
 
 The stack takes attention as an argument and knows nothing of caches: every layer at every loop calls
 `attend(state, inputs)`, which returns the heads' output and the next state. Consecutive loops that attend alike form a
-`Stage`; each stage is one `scan` over its loops around one `scan` over the layers, so compile time does not grow with T or L.
+`Stage`; each stage is one `scan` over its loops around one `scan` over the layers, so compile time does not grow with T
+or L.
 
 Shapes: B batch, S tokens, V vocabulary, d hidden size, L layers, T loops, H heads, G key-value heads, dh head size.
 """
@@ -66,7 +67,9 @@ def run(
       The hidden states after `model.norm` (which feed the gate, the head and the next loop), and the last state.
     """
     if [loop for stage in stages for loop in stage.loops] != list(range(config.num_loops)):
-        raise ValueError(f"stages must cover loops 0 .. {config.num_loops - 1} in order, found {[s.loops for s in stages]}")
+        raise ValueError(
+            f"stages must cover loops 0 .. {config.num_loops - 1} in order, found {[s.loops for s in stages]}"
+        )
     x = params["embed_tokens"][tokens]
     hidden = []
     for stage in stages:
@@ -111,7 +114,7 @@ def logits(params: Params, hidden: Float[Array, "... d"]) -> Float[Array, "... V
     return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=layers.accumulation_dtype(hidden.dtype))
 
 
-def gate_logits(params: Params, hidden: Float[Array, "... d"]) -> Float[Array, "..."]:
+def gate_logits(params: Params, hidden: Float[Array, "... d"]) -> Float[Array, ...]:
     """Logit of stopping after each loop, in float32."""
     gate = params["early_exit_gate"]
     out = layers.linear(hidden, gate["weight"]) + gate["bias"]
@@ -138,8 +141,8 @@ def exit_logits(
       params: the parameter tree.
       hidden: normed states after every loop, from `run(..., every_loop=True)`.
       exit_at: take this loop's logits, counted from 0.
-      exit_threshold: take each token's first loop whose cumulative exit probability reaches this. 1.0 means no early exit:
-        in 16 bits the cumulative probability can round up to 1 before the last loop.
+      exit_threshold: take each token's first loop whose cumulative exit probability reaches this. 1.0 means no early
+        exit: in 16 bits the cumulative probability can round up to 1 before the last loop.
       exit_weighted: average the logits of all loops by exit probability.
 
     Raises:

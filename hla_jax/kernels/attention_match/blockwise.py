@@ -1,7 +1,8 @@
 """`attention_match` block of queries by block of queries, with its own backward pass: memory is linear in the tokens.
 
-The result is a sum over queries, so the gradient is a sum too: each block's gradient is taken right after its value, while its scores
-exist, and nothing of the size queries x tokens outlives the block. The backward pass only scales the gradients by the cotangent.
+The result is a sum over queries, so the gradient is a sum too: each block's gradient is taken right after its value,
+while its scores exist, and nothing of the size queries x tokens outlives the block. The backward pass only scales the
+gradients by the cotangent.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from hla_jax.kernels.attention_match.reference import Match
 
 # Scores of one block, in numbers over all sequences and heads.
 BLOCK_NUMBERS = 1 << 22
+SMALLEST_BLOCK = 16
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -30,7 +32,7 @@ def attention_match(
 def _blocks(fitted: Fitted, fixed: Fixed, index: Array, counted: Array, window: int, with_gradient: bool):
     """Loss, both terms and, if asked for, the gradient in `fitted`."""
     batch, queries, heads, _ = fixed.q.shape
-    size = min(queries, max(16, BLOCK_NUMBERS // (batch * heads * fixed.k.shape[1])))
+    size = min(queries, max(SMALLEST_BLOCK, BLOCK_NUMBERS // (batch * heads * fixed.k.shape[1])))
     count = -(-queries // size)
 
     def split(x: Float[Array, "B Q ..."]) -> Float[Array, "n B q ..."]:

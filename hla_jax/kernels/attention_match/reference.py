@@ -1,6 +1,7 @@
 """How far hybrid latent attention is from exact attention in one layer and loop, by the direct formula (HLA, Eq. 5).
 
-Shapes: B sequences, Q queries, S tokens, H query heads, G key-value heads, dh head size, d hidden size; rk and rv of the latent.
+Shapes: B sequences, Q queries, S tokens, H query heads, G key-value heads, dh head size, d hidden size; rk and rv of
+the latent.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hla_jax.kernels.attention_match import Fixed, Fitted
+from hla_jax.kernels.attention_match import Fitted, Fixed
 
 
 class Match(NamedTuple):
-    """Sums over the counted queries: KL in nats averaged over heads, and the relative squared error of the layer's output."""
+    """Sums over the counted queries: KL in nats averaged over heads, and the relative squared error of the layer's
+    output.
+    """
 
     kl: Float[Array, ""]
     error: Float[Array, ""]
@@ -30,29 +33,41 @@ def attention_match(
     """
     tokens = jnp.arange(fixed.k.shape[1])
     distance = index[:, None, :, None] - tokens
-    visible = (distance >= 0) & (jnp.take_along_axis(fixed.segments, index, 1)[:, None, :, None] == fixed.segments[:, None, None])
+    visible = (distance >= 0) & (
+        jnp.take_along_axis(fixed.segments, index, 1)[:, None, :, None] == fixed.segments[:, None, None]
+    )
     far = distance > window
     scale = fixed.q.shape[-1] ** -0.5
     wide = jnp.promote_types(fixed.q.dtype, jnp.float32)
     batch, queries, heads, size = fixed.q.shape
     groups = fixed.k.shape[2]
     grouped = fixed.q.reshape(batch, queries, groups, heads // groups, size)
-    exact = jnp.einsum("bqgme,bkge->bgmqk", grouped, fixed.k, preferred_element_type=wide).reshape(batch, heads, queries, -1) * scale
+    exact = (
+        jnp.einsum("bqgme,bkge->bgmqk", grouped, fixed.k, preferred_element_type=wide).reshape(
+            batch, heads, queries, -1
+        )
+        * scale
+    )
     latent = jnp.einsum("bqhr,bkr->bhqk", fitted.q, fitted.k, preferred_element_type=wide) * scale
     exact = jnp.where(visible, exact, -jnp.inf)
     hybrid = jnp.where(far, jnp.where(visible, latent, -jnp.inf), exact)
     exact_lse, hybrid_lse = (jax.nn.logsumexp(scores, axis=-1, keepdims=True) for scores in (exact, hybrid))
     a, a_hat = jnp.exp(exact - exact_lse), jnp.exp(hybrid - hybrid_lse)
-    # Scores of the window are the same on both sides, so only the latent's differ in the sum over a (log a - log a_hat).
+    # Scores of the window are the same on both sides, so only the latent's differ in the sum over a (log a - log
+    # a_hat).
     apart = jnp.where(far & visible, exact - hybrid, 0)
     kl = jnp.sum(a * apart, axis=-1) + (hybrid_lse - exact_lse)[..., 0]
 
     def values(weights: Float[Array, "B H Q S"]) -> Float[Array, "B Q H dh"]:
         grouped = weights.reshape(batch, groups, heads // groups, queries, -1)
-        return jnp.einsum("bgmqk,bkge->bqgme", grouped, fixed.v, preferred_element_type=wide).reshape(batch, queries, heads, size)
+        return jnp.einsum("bgmqk,bkge->bqgme", grouped, fixed.v, preferred_element_type=wide).reshape(
+            batch, queries, heads, size
+        )
 
     out = values(a)
-    from_latent = jnp.einsum("bhqk,bkr,hre->bqhe", jnp.where(far, a_hat, 0), fitted.v, fitted.read, preferred_element_type=wide)
+    from_latent = jnp.einsum(
+        "bhqk,bkr,hre->bqhe", jnp.where(far, a_hat, 0), fitted.v, fitted.read, preferred_element_type=wide
+    )
     out_hat = from_latent + values(jnp.where(far, 0, a_hat))
     project = lambda o: jnp.einsum("bqi,di->bqd", o.reshape(batch, queries, -1), fixed.o_proj.astype(wide))
     error = jnp.sum(jnp.square(project(out_hat - out)), -1) / (jnp.sum(jnp.square(project(out)), -1) + 1e-12)

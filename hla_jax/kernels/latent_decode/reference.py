@@ -1,7 +1,7 @@
 """One decode step of attention over stored tokens and an exact window, in plain jnp: the reference of every kernel.
 
-Shapes: B sequences, C capacity, N latent heads (1 for HLA, G for a cache of keys and values), H query heads, rk and rv sizes of a
-stored key and value, W window, G key-value heads, dh head size.
+Shapes: B sequences, C capacity, N latent heads (1 for HLA, G for a cache of keys and values), H query heads, rk and rv
+sizes of a stored key and value, W window, G key-value heads, dh head size.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def latent_decode(
     scale: float,
     window: Window | None = None,
 ) -> tuple[Float[Array, "B H rv"], Float[Array, "B H dh"] | None, Float[Array, "B H"]]:
-    """Attends to the first `lengths` stored tokens of each sequence and to the window, with one softmax over both (HLA, Eq. 4).
+    """Attends to the first `lengths` stored tokens of each sequence and to the window, with one softmax over both (HLA,
+    Eq. 4).
 
     Returns:
-      The attention-weighted sum of stored values, that of the window's values (None without a window), and the log-sum-exp
-      of all scores, in float32.
+      The attention-weighted sum of stored values, that of the window's values (None without a window), and the
+      log-sum-exp of all scores, in float32.
     """
     stored = _scores(q, keys) * scale
     stored = jnp.where(jnp.arange(keys.shape[1]) < lengths[:, None, None], stored, -jnp.inf)
@@ -54,7 +55,9 @@ def _scores(q: Float[Array, "B H r"], keys: Float[Array, "B C N r"]) -> Float[Ar
     batch, heads, rank = q.shape
     grouped = q.reshape(batch, keys.shape[2], heads // keys.shape[2], rank)
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    return jnp.einsum("bnmr,bcnr->bnmc", grouped, keys, preferred_element_type=wide).reshape(batch, heads, keys.shape[1])
+    return jnp.einsum("bnmr,bcnr->bnmc", grouped, keys, preferred_element_type=wide).reshape(
+        batch, heads, keys.shape[1]
+    )
 
 
 def _weighted(weights: Float[Array, "B H C"], values: Float[Array, "B C N r"]) -> Float[Array, "B H r"]:

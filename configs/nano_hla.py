@@ -1,0 +1,38 @@
+"""HLA on the embedded model, at the paper's 10.7x per token.
+
+python -m experiments.uptrain --config=configs/nano_hla.py --workdir=runs/nano_hla
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_collections
+
+import hla_jax
+from hla_jax.data.packing import BatchConfig
+from hla_jax.data.pipeline import STANDARD_LIBRARY, SYNTHETIC, Source
+from hla_jax.data.positions import ShiftConfig
+from hla_jax.recipes.uptrain import Calibration, Job
+from hla_jax.training.loop import LoopConfig
+from hla_jax.training.optimizer import OptimizerConfig
+from hla_jax.training.uptrain import UptrainConfig
+
+STEPS = 300
+
+
+def get_config() -> ml_collections.ConfigDict:
+    job = Job(
+        model=str(hla_jax.NANO),
+        dtype="float32",
+        scheme=hla_jax.HLA(rank_k=64, rank_v=64, rank_loop1=32, window=32),
+        calibration=Calibration(sequences=64, tokens=512),
+        uptrain=UptrainConfig(
+            sources=(Source(SYNTHETIC, 3.0, tokens=(128, 512)), Source(STANDARD_LIBRARY, 2.0)),
+            batches=BatchConfig(batch_size=4, length=512),
+            shift=ShiftConfig(fraction=0.25, max_distance=1024),
+            optimizer=OptimizerConfig(peak_learning_rate=2e-3, total_steps=STEPS, warmup_steps=20),
+            loop=LoopConfig(steps=STEPS, log_every=10, evaluate_every=50, save_every=100, best_metric="held_out/kl"),
+        ),
+    )
+    return ml_collections.ConfigDict(dataclasses.asdict(job))

@@ -1,0 +1,125 @@
+"""The main job as one function: calibrate, initialise, uptrain, evaluate, export, check the export, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+
+from absl import logging
+
+from hla_jax import attention_files, tensor_files
+from hla_jax.attention.hla import HLA
+from hla_jax.attention.scheme import Attention
+from hla_jax.banner import banner
+from hla_jax.calibration.calibrate import calibrate
+from hla_jax.config import ConfigError, read_json
+from hla_jax.data import pipeline
+from hla_jax.generation.generate import generate
+from hla_jax.model import Model, load
+from hla_jax.serving.export import export
+from hla_jax.tensor_files import WeightsError
+from hla_jax.training.uptrain import UptrainConfig, uptrain
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Data of the initialisation: `sequences` rows of `tokens` tokens from the training mixture."""
+
+    sequences: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Everything that decides a run.
+
+    Attributes:
+      model: a directory or hub id.
+      dtype: of the frozen weights; the maps and the optimizer are float32.
+      scheme: sizes of HLA.
+      calibration, uptrain: see there.
+      evaluate: what is measured at the end; None skips to the export.
+    """
+
+    model: str
+    dtype: str
+    scheme: HLA
+    calibration: Calibration
+    uptrain: UptrainConfig
+
+
+def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
+    """Runs the job, or the rest of it where `workdir` holds a part already.
+
+    Returns:
+      The path of the report.
+
+    Raises:
+      ConfigError: `workdir` belongs to another job.
+      WeightsError: the reloaded export does not give the same tokens.
+    """
+    _claim(job, workdir)
+    model = load(job.model, job.dtype)
+    print(
+        banner(
+            title,
+            dtype=job.dtype,
+            dtype_reason="the config's choice for the frozen weights; maps and optimizer in float32",
+            attention="jnp, block-wise",
+            attention_reason="no kernel is needed to fit maps",
+        )
+    )
+    initial = initial_maps(job, model, workdir / "initial")
+    fitted = uptrain(model, initial, model.tokenizer, job.uptrain, workdir)
+    export(model, fitted, workdir / "export", overwrite=True)
+    check_export(model, fitted, workdir / "export", job)
+    return workdir
+
+
+def initial_maps(job: Job, model: Model, directory: pathlib.Path) -> Attention:
+    """The closed-form initialisation, from `directory` if an earlier start of the job left it there."""
+    name = HLA.interchange
+    if not directory.exists():
+        sequences = pipeline.sequences(
+            job.uptrain.sources,
+            model.tokenizer,
+            job.calibration.sequences,
+            job.calibration.tokens,
+            held_out=False,
+            seed=job.uptrain.seed,
+        )
+        attention = calibrate(model, job.scheme, sequences)
+        with tensor_files.new_directory(directory) as partial:
+            tensor_files.write_tensors(partial, attention_files.pending_maps(name, attention.params))
+    shapes = job.scheme.map_shapes(model.config)
+    return Attention(job.scheme, attention_files.load_maps(directory, name, shapes, model.config.num_layers))
+
+
+def check_export(
+    model: Model, attention: Attention, directory: pathlib.Path, job: Job, prompts: int = 4, new_tokens: int = 32
+) -> None:
+    """Reloads an export and compares greedy tokens. Raises `WeightsError` where they differ."""
+    rows = pipeline.sequences(
+        job.uptrain.sources, model.tokenizer, prompts, 2 * job.scheme.window + 1, held_out=True, seed=1
+    )
+    expected = generate(model, rows.tolist(), new_tokens, attention)
+    found = generate(load(directory, dtype=None), rows.tolist(), new_tokens)
+    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+        if one.tokens != other.tokens:
+            raise WeightsError(f"{directory}: prompt {number} expected tokens {one.tokens}, found {other.tokens}")
+    logging.info("the reloaded export gives the same %d x %d tokens", prompts, new_tokens)
+
+
+def _claim(job: Job, workdir: pathlib.Path) -> None:
+    """Notes the job in a new work directory, or checks that an old one is of the same job."""
+    mine = json.loads(json.dumps(dataclasses.asdict(job)))
+    noted = workdir / "job.json"
+    if noted.exists():
+        if different := sorted(key for key in mine if mine[key] != read_json(noted).get(key)):
+            raise ConfigError(
+                f"{workdir}: was started with another {', '.join(different)} (see job.json); take another --workdir"
+            )
+        return
+    workdir.mkdir(parents=True, exist_ok=True)
+    tensor_files.write_json(noted, mine)
