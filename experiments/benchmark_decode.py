@@ -2,9 +2,9 @@
 
     python -m experiments.benchmark_decode --model=runs/nano_hla/export --contexts=1024,4096,16384 --workdir=runs/decode
 
-Compares the full cache, the model's own HLA, single-loop sharing at the same window, and final-loop reuse. A model without
-HLA gets random maps with the sizes `--hla`: they take the same time as fitted ones. Prints a table, and leaves `speed.json`
-and `speed.png` in the work directory.
+Compares the full cache, the model's own HLA, single-loop sharing at the same window, and final-loop reuse. A model
+without HLA gets random maps with the sizes `--hla`: they take the same time as fitted ones. Prints a table, and leaves
+`speed.json` and `speed.png` in the work directory.
 """
 
 from __future__ import annotations
