@@ -13,6 +13,7 @@ import hla_jax
 from hla_jax.data.packing import BatchConfig
 from hla_jax.data.pipeline import STANDARD_LIBRARY, SYNTHETIC, Source
 from hla_jax.data.positions import ShiftConfig
+from hla_jax.evaluation.evaluate import EvaluationConfig
 from hla_jax.recipes.uptrain import Calibration, Job
 from hla_jax.training.loop import LoopConfig
 from hla_jax.training.optimizer import OptimizerConfig
@@ -33,6 +34,8 @@ def get_config() -> ml_collections.ConfigDict:
             shift=ShiftConfig(fraction=0.25, max_distance=1024),
             optimizer=OptimizerConfig(peak_learning_rate=2e-3, total_steps=STEPS, warmup_steps=20),
             loop=LoopConfig(steps=STEPS, log_every=10, evaluate_every=50, save_every=100, best_metric="held_out/kl"),
+            queries=128,
         ),
+        evaluation=EvaluationConfig(),
     )
     return ml_collections.ConfigDict(dataclasses.asdict(job))

@@ -20,6 +20,7 @@ from hla_jax.attention.hla import HLA
 from hla_jax.data.packing import BatchConfig
 from hla_jax.data.pipeline import Source
 from hla_jax.data.positions import ShiftConfig
+from hla_jax.evaluation.evaluate import EvaluationConfig
 from hla_jax.recipes.uptrain import Calibration, Job
 from hla_jax.training.loop import LoopConfig
 from hla_jax.training.optimizer import OptimizerConfig
@@ -44,6 +45,9 @@ def get_config() -> ml_collections.ConfigDict:
             optimizer=OptimizerConfig(peak_learning_rate=1e-3, total_steps=STEPS, warmup_steps=50),
             loop=LoopConfig(steps=STEPS, log_every=10, evaluate_every=50, save_every=100, best_metric="held_out/kl"),
             micro_batches=128,
+        ),
+        evaluation=EvaluationConfig(
+            sequences=32, tokens=2048, prompt=512, batch_size=4, tasks=(), contexts=(1024, 4096, 16_384), speed_tokens=64
         ),
     )
     return ml_collections.ConfigDict(dataclasses.asdict(job))

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import dacite
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from hla_jax.attention.scheme import SchemeError
@@ -69,6 +69,8 @@ def run(main: Callable[[], Any]) -> None:
     """Parses the flags and runs `main`; a mistake of the user's becomes one line and exit code 1, not a traceback."""
 
     def checked(argv: list[str]) -> None:
+        # Orbax reports every file that it writes.
+        logging.set_verbosity(logging.WARNING)
         if len(argv) > 1:
             raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
         try:

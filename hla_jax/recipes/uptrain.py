@@ -6,8 +6,6 @@ import dataclasses
 import json
 import pathlib
 
-from absl import logging
-
 from hla_jax import attention_files, tensor_files
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention
@@ -15,6 +13,8 @@ from hla_jax.banner import banner
 from hla_jax.calibration.calibrate import calibrate
 from hla_jax.config import ConfigError, read_json
 from hla_jax.data import pipeline
+from hla_jax.evaluation.evaluate import EvaluationConfig, evaluate
+from hla_jax.evaluation.report import write_report
 from hla_jax.generation.generate import generate
 from hla_jax.model import Model, load
 from hla_jax.serving.export import export
@@ -39,7 +39,7 @@ class Job:
       dtype: of the frozen weights; the maps and the optimizer are float32.
       scheme: sizes of HLA.
       calibration, uptrain: see there.
-      evaluate: what is measured at the end; None skips to the export.
+      evaluation: what is measured at the end; None leaves it out, and the report with it.
     """
 
     model: str
@@ -47,13 +47,14 @@ class Job:
     scheme: HLA
     calibration: Calibration
     uptrain: UptrainConfig
+    evaluation: EvaluationConfig | None
 
 
 def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
     """Runs the job, or the rest of it where `workdir` holds a part already.
 
     Returns:
-      The path of the report.
+      The path of the report, or of the export where the job has no evaluation.
 
     Raises:
       ConfigError: `workdir` belongs to another job.
@@ -72,9 +73,14 @@ def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
     )
     initial = initial_maps(job, model, workdir / "initial")
     fitted = uptrain(model, initial, model.tokenizer, job.uptrain, workdir)
-    export(model, fitted, workdir / "export", overwrite=True)
-    check_export(model, fitted, workdir / "export", job)
-    return workdir
+    directory = workdir / "export"
+    export(model, fitted, directory, overwrite=True)
+    check_export(model, fitted, directory, job)
+    if job.evaluation is None:
+        return directory
+    metrics = workdir / "metrics.jsonl"
+    results = evaluate(model, initial, fitted, job.uptrain.sources, job.evaluation, command=title, metrics=metrics)
+    return write_report(results, workdir)
 
 
 def initial_maps(job: Job, model: Model, directory: pathlib.Path) -> Attention:
@@ -108,7 +114,7 @@ def check_export(
     for number, (one, other) in enumerate(zip(expected, found, strict=True)):
         if one.tokens != other.tokens:
             raise WeightsError(f"{directory}: prompt {number} expected tokens {one.tokens}, found {other.tokens}")
-    logging.info("the reloaded export gives the same %d x %d tokens", prompts, new_tokens)
+    print(f"{directory}: reloaded, and gives the same {prompts} x {new_tokens} greedy tokens")
 
 
 def _claim(job: Job, workdir: pathlib.Path) -> None:
