@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -38,6 +38,9 @@ _HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
 _MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 _LINES = ("-", "-", "--", "-.", ":", "--", "-.")
 
+# A logarithmic axis is used where values differ by more than this factor.
+_LOG_FROM = 6.0
+
 Series = Mapping[str, Sequence[float]]
 Interval = tuple[float, float]
 
@@ -60,7 +63,7 @@ def bars(
       series: name -> one value a group.
       ylabel: what is measured, with its unit.
       intervals: name -> (low, high) of each value, drawn as error bars.
-      log: a logarithmic axis.
+      log: a logarithmic axis, where the values differ enough for one.
       ylim: limits of the axis.
       styles: all names that share one order of colours across figures, where a figure shows some of them.
       number: format of the values.
@@ -103,9 +106,9 @@ def bars(
         axes.tick_params(axis="x", length=0)
         axes.grid(False, axis="x")
         axes.set_ylabel(ylabel)
-        if log:
+        if log and _spread(series.values()) > _LOG_FROM:
             _log_y(axes)
-            axes.margins(y=0.12)
+        axes.margins(y=0.12)
         if ylim:
             axes.set_ylim(*ylim)
         if len(series) > 1:
@@ -137,7 +140,7 @@ def lines(
             axes.set_xscale("log", base=2)
             axes.set_xticks(list(x), [f"{value:,.0f}" for value in x])
             axes.minorticks_off()
-        if log_y:
+        if log_y and _spread(series.values()) > _LOG_FROM:
             _log_y(axes)
         if ylim:
             axes.set_ylim(*ylim)
@@ -150,7 +153,7 @@ def lines(
 def training_curves(
     loss: tuple[Sequence[float], Sequence[float]], held_out: tuple[Sequence[float], Series], ylabel: str
 ) -> Figure:
-    """The training loss (left) and held-out curves (right), each against the step, on logarithmic axes.
+    """The training loss (left) and held-out curves (right), each against the step.
 
     Args:
       loss: steps and values.
@@ -174,8 +177,9 @@ def training_curves(
             )
         right.set_ylabel(ylabel)
         right.legend()
-        for axes in (left, right):
-            _log_y(axes)
+        for axes, curves in ((left, [loss[1]]), (right, held_out[1].values())):
+            if _spread(curves) > _LOG_FROM:
+                _log_y(axes)
             axes.set_xlabel("step")
     return figure
 
@@ -190,6 +194,12 @@ def save(figure: Figure, path: pathlib.Path) -> None:
 def _axes(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
+
+
+def _spread(curves: Iterable[Sequence[float]]) -> float:
+    """Largest over smallest value; 1 where a logarithm does not exist."""
+    values = np.concatenate([np.asarray(curve, float) for curve in curves])
+    return float(values.max() / values.min()) if values.min() > 0 else 1.0
 
 
 def _log_y(axes: Axes) -> None:

@@ -72,13 +72,15 @@ def score_tasks(
       seed: of the questions.
     """
     questions = {setting: setting.examples(examples, filler, seed) for setting in settings}
-    new_tokens = max(answer_length(asked, model.tokenizer.encode) for asked in questions.values())
+    new_tokens = {setting: answer_length(asked, model.tokenizer.encode) for setting, asked in questions.items()}
     scores = []
     with tqdm(total=len(questions) * len(schemes), desc="tasks", unit="run") as bar:
         for setting, asked in questions.items():
             bar.set_postfix_str(setting.name)
+            prompts = [example.prompt for example in asked]
+            room = max(new_tokens.values())
             right: dict[str, np.ndarray] = {}
-            for name, completions in complete(model, schemes, [example.prompt for example in asked], new_tokens):
+            for name, completions in complete(model, schemes, prompts, new_tokens[setting], room):
                 right[name] = np.array([synthetic.score(example, text) for example, text in zip(asked, completions)])
                 bar.update()
             scores += [_score(name, setting, right[name], right[FULL]) for name in schemes]
@@ -86,14 +88,23 @@ def score_tasks(
 
 
 def complete(
-    model: Model, schemes: Schemes, prompts: Sequence[str], new_tokens: int
+    model: Model, schemes: Schemes, prompts: Sequence[str], new_tokens: int, room: int | None = None
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yields (name, greedy continuations up to the first newline) for one scheme after the other."""
+    """Yields (name, greedy continuations up to the first line break) for one scheme after the other.
+
+    Args:
+      model: with a tokenizer.
+      schemes: name -> scheme and maps.
+      prompts: read in one batch.
+      new_tokens: most new tokens.
+      room: tokens that the caches have room for behind the prompts, if not `new_tokens`: calls with the same room share
+        their compiled programs.
+    """
     ids = [model.tokenizer.encode(prompt) for prompt in prompts]
     tokens, lengths = pad(ids, _padded(max(map(len, ids))))
-    capacity = tokens.shape[1] + _padded(new_tokens)
+    capacity = tokens.shape[1] + _padded(room or new_tokens)
     logits, caches = _prefill(model.params, model.config, dict(schemes), tokens, lengths, capacity)
-    stop = jnp.asarray(sorted({*model.stop_tokens, *_newlines(model)}), jnp.int32)
+    stop = jnp.asarray(sorted({*model.stop_tokens, *_line_breaks(model)}), jnp.int32)
     for name in schemes:
         # Taken out of the dict: decoding overwrites the cache in place, and its memory is free afterwards.
         made = _greedy(model, schemes[name], logits, caches.pop(name), stop, new_tokens)
@@ -145,7 +156,7 @@ def _score(name: str, setting: Setting, right: np.ndarray, full: np.ndarray) -> 
     )
 
 
-def _newlines(model: Model) -> list[int]:
+def _line_breaks(model: Model) -> list[int]:
     """Tokens that hold a line break."""
     texts = model.tokenizer.batch_decode([[token] for token in range(len(model.tokenizer))])
     return [token for token, text in enumerate(texts) if "\n" in text]

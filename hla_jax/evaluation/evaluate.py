@@ -46,12 +46,12 @@ class EvaluationConfig:
     """
 
     sequences: int = 16
-    tokens: int = 320
-    prompt: int = 128
+    tokens: int = 256
+    prompt: int = 96
     batch_size: int = 16
     tasks: tuple[str, ...] = ("recall", "tracking", "chain")
     lengths: tuple[tuple[int, int], ...] = ((192, 64), (512, 256))
-    examples: int = 64
+    examples: int = 32
     contexts: tuple[int, ...] = (256, 1024, 4096)
     speed_batch: int = 1
     speed_tokens: int = 8
@@ -91,15 +91,16 @@ def evaluate(
     return Results(
         command=command,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        versions={"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _PACKAGES}},
+        versions={
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in _PACKAGES},
+        },
         device=f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         model={"path": model.path.name if model.path else None, **dataclasses.asdict(model.config)},
         scheme=uptrained.scheme.to_config(),
         dtype=str(dtype),
         settings=dataclasses.asdict(config),
-        attention={
-            name: attention_divergence(model, schemes[name], rows) for name in (HLA_INITIAL, HLA_UPTRAINED)
-        },
+        attention={name: attention_divergence(model, schemes[name], rows) for name in (HLA_INITIAL, HLA_UPTRAINED)},
         decoding=compare_decoding(model, schemes, rows, config.prompt, batch_size=config.batch_size),
         tasks=score_tasks(model, schemes, settings, _filler(model), examples=config.examples, seed=config.seed)
         if settings
