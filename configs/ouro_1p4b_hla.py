@@ -47,7 +47,13 @@ def get_config() -> ml_collections.ConfigDict:
             micro_batches=128,
         ),
         evaluation=EvaluationConfig(
-            sequences=32, tokens=2048, prompt=512, batch_size=4, tasks=(), contexts=(1024, 4096, 16_384), speed_tokens=64
+            sequences=32,
+            tokens=2048,
+            prompt=512,
+            batch_size=4,
+            tasks=(),
+            contexts=(1024, 4096, 16_384),
+            speed_tokens=64,
         ),
     )
     return ml_collections.ConfigDict(dataclasses.asdict(job))

@@ -56,7 +56,7 @@ def read_config(kind: type[T]) -> T:
 
 def workdir() -> pathlib.Path:
     """The run's work directory."""
-    return pathlib.Path(_WORKDIR.value)
+    return pathlib.Path(str(_WORKDIR.value))
 
 
 def title() -> str:

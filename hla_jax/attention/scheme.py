@@ -15,8 +15,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import dacite
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from hla_jax.config import OuroConfig
@@ -91,13 +93,13 @@ class Scheme(abc.ABC):
             shapes |= {"window_k": window, "window_v": window}
         return shapes
 
-    def init_cache(self, config: OuroConfig, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
+    def init_cache(self, config: OuroConfig, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
         """An empty cache for `capacity` tokens a sequence."""
         self.check(config)
         shapes = self.cache_shapes(config, batch, capacity)
         return Cache({name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}, jnp.zeros(batch, jnp.int32))
 
-    def cache_bytes(self, config: OuroConfig, tokens: int, dtype: jnp.dtype) -> int:
+    def cache_bytes(self, config: OuroConfig, tokens: int, dtype: DTypeLike) -> int:
         """Bytes of one sequence's cache at a capacity of `tokens`."""
         numbers = sum(math.prod(shape) for shape in self.cache_shapes(config, 1, tokens).values())
         return numbers * jnp.dtype(dtype).itemsize
@@ -129,16 +131,11 @@ class Scheme(abc.ABC):
 
     @classmethod
     def from_config(cls, entry: Mapping[str, Any]) -> Scheme:
-        """The inverse of `to_config`. Raises `SchemeError` for missing, unknown or non-integer fields."""
-        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
-        if (missing := required - entry.keys()) or (unknown := entry.keys() - fields.keys()):
-            raise SchemeError(
-                f"{cls.interchange}_config: missing fields {sorted(missing)}"
-                if missing
-                else f"{cls.interchange}_config: unknown fields {sorted(unknown)}, expected {sorted(fields)}"
-            )
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
+        """The inverse of `to_config`. Raises `SchemeError` for fields that are missing, unknown or of another type."""
+        try:
+            return dacite.from_dict(cls, entry, dacite.Config(strict=True, cast=[tuple]))
+        except dacite.DaciteError as error:
+            raise SchemeError(f"{cls.interchange}_config: {error}") from None
 
 
 @jax.tree_util.register_dataclass

@@ -158,7 +158,7 @@ def value_products(
     sequences: Sequences,
     layers: range,
     loops: range,
-    basis: Float[Array, "L D k"],
+    basis: Float[np.ndarray, "L D k"],
 ) -> Float[np.ndarray, "L D k"]:
     """(sum_j V_j V_j^T) basis, without forming the D x D moments: one step of subspace iteration."""
     sums = (jnp.asarray(basis), jnp.zeros_like(basis))

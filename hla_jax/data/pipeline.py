@@ -15,8 +15,8 @@ from hla_jax.data.streams import DataError, Indexed, Mixture, Shard, Shuffled, S
 STANDARD_LIBRARY, SYNTHETIC = "standard_library", "synthetic"
 
 _TASKS: tuple[synthetic.Task, ...] = (synthetic.Recall(), synthetic.Tracking(), synthetic.Chain())
-# Rows that are shuffled together, and the first rows of a data set, which are held out.
-_SHUFFLE_BLOCK, _HELD_OUT_ROWS = 1024, 1000
+# Rows that are shuffled together.
+_SHUFFLE_BLOCK = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Source:
       column: holds the text, or the messages.
       render: "text", "chat" (messages by the tokenizer's template) or "verified" (OpenR1-Math's verified solutions).
       tokens: range of the lengths of synthetic documents.
+      held_out: first rows of a data set or file that are never trained on.
     """
 
     path: str
@@ -40,6 +41,7 @@ class Source:
     column: str = "text"
     render: str = "text"
     tokens: tuple[int, int] = (64, 512)
+    held_out: int = 1000
 
 
 def documents(mixture: tuple[Source, ...], tokenizer: Any, held_out: bool, seed: int) -> Stream[str]:
@@ -47,7 +49,7 @@ def documents(mixture: tuple[Source, ...], tokenizer: Any, held_out: bool, seed:
     cannot be read.
 
     Training and held-out documents are disjoint: other files of the standard library, other rows of a data set (the
-    first thousand are held out), other random numbers of the tasks.
+    first `held_out`), other random numbers of the tasks.
     """
     if not mixture:
         raise DataError("a mixture needs at least one source")
@@ -94,15 +96,15 @@ def _open(source: Source, tokenizer: Any, held_out: bool, seed: int) -> Stream[s
         return Indexed(texts.__getitem__, len(texts), seed)
     if source.path == SYNTHETIC:
         return Indexed(_TaskDocuments(tokenizer, source.tokens, held_out, seed))
-    render = {
+    renders: dict[str, sources.Render] = {
         "text": sources.Text(source.column),
         "chat": sources.Chat(tokenizer, source.column),
         "verified": sources.VerifiedSolutions(tokenizer),
-    }.get(source.render)
-    if render is None:
-        raise DataError(f"render must be text, chat or verified; found {source.render!r}")
-    part: dict[str, Any] = {"take": _HELD_OUT_ROWS} if held_out else {"skip": _HELD_OUT_ROWS}
-    opened = sources.open_documents(source.path, render, name=source.name, split=source.split, **part)
+    }
+    if source.render not in renders:
+        raise DataError(f"render must be {', '.join(renders)}; found {source.render!r}")
+    part: dict[str, Any] = {"take": source.held_out} if held_out else {"skip": source.held_out}
+    opened = sources.open_documents(source.path, renders[source.render], name=source.name, split=source.split, **part)
     return Shuffled(opened, _SHUFFLE_BLOCK, seed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from hla_jax.attention.scheme import Attention
 from hla_jax.generation import decode
 from hla_jax.generation.sampling import Sampling, request_keys
-from hla_jax.model import Model
+from hla_jax.model import Model, token_batch
 
 Prompt = str | Sequence[int]
 
@@ -66,8 +67,11 @@ def generate(
         `max_position_embeddings`, or a setting out of range.
     """
     attention = attention or model.attention
-    single = isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str) and np.ndim(prompts[0]) == 0)
-    ids = [_prompt_ids(model, prompt, number) for number, prompt in enumerate([prompts] if single else prompts)]
+    single = isinstance(prompts, str) or (
+        len(prompts) > 0 and not isinstance(prompts[0], str) and np.ndim(prompts[0]) == 0
+    )
+    listed = cast("Sequence[Prompt]", [prompts] if single else prompts)
+    ids = [_prompt_ids(model, prompt, number) for number, prompt in enumerate(listed)]
     if not ids:
         raise ValueError("no prompts given")
     if max_new_tokens < 1:
@@ -112,7 +116,7 @@ def decode_forced(
     This is what decoding computes, with the tokens given instead of sampled. Raises `ValueError` for an impossible
     `prompt_length`.
     """
-    tokens = jnp.asarray(tokens, jnp.int32)
+    tokens = token_batch(model, tokens)
     if not 1 <= prompt_length <= tokens.shape[1]:
         raise ValueError(f"prompt_length must be in 1 .. {tokens.shape[1]}, found {prompt_length}")
     return _decode_forced(model.params, model.config, attention or model.attention, tokens, prompt_length)
@@ -156,7 +160,7 @@ def _prompt_ids(model: Model, prompt: Prompt, number: int) -> list[int]:
 def _generation(model: Model, tokens: list[int], stop: Sequence[int]) -> Generation:
     reason = "stop" if tokens[-1] in stop else "length"
     tokens = tokens[:-1] if reason == "stop" else tokens
-    return Generation(tokens, reason, model.tokenizer.decode(tokens) if model.has_tokenizer else None)
+    return Generation(tokens, reason, str(model.tokenizer.decode(tokens)) if model.has_tokenizer else None)
 
 
 def _bucket(tokens: int) -> int:

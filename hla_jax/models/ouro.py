@@ -71,12 +71,13 @@ def run(
             f"stages must cover loops 0 .. {config.num_loops - 1} in order, found {[s.loops for s in stages]}"
         )
     x = params["embed_tokens"][tokens]
-    hidden = []
+    hidden: list[Any] = []
     for stage in stages:
 
         def one_loop(carry: Any, loop: Array, attend: Attend = stage.attend) -> tuple[Any, Array | None]:
             def one_layer(carry: Any, indexed: Any) -> tuple[Any, None]:
-                return _layer(indexed[0], config, *carry, attend, loop, indexed[1]), None
+                (x, state), (p, layer) = carry, indexed
+                return _layer(p, config, x, state, attend, loop, layer), None
 
             (x, state), _ = jax.lax.scan(one_layer, carry, (params["layers"], jnp.arange(config.num_layers)))
             x = layers.rms_norm(x, params["norm"], config.rms_norm_eps)

@@ -40,6 +40,7 @@ class Job:
       scheme: sizes of HLA.
       calibration, uptrain: see there.
       evaluation: what is measured at the end; None leaves it out, and the report with it.
+      check_prompts, check_tokens: prompts and new tokens on which the reloaded export is compared.
     """
 
     model: str
@@ -48,6 +49,8 @@ class Job:
     calibration: Calibration
     uptrain: UptrainConfig
     evaluation: EvaluationConfig | None
+    check_prompts: int = 4
+    check_tokens: int = 32
 
 
 def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
@@ -75,7 +78,7 @@ def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
     fitted = uptrain(model, initial, model.tokenizer, job.uptrain, workdir)
     directory = workdir / "export"
     export(model, fitted, directory, overwrite=True)
-    check_export(model, fitted, directory, job)
+    check_export(job, model, fitted, directory)
     if job.evaluation is None:
         return directory
     metrics = workdir / "metrics.jsonl"
@@ -102,19 +105,17 @@ def initial_maps(job: Job, model: Model, directory: pathlib.Path) -> Attention:
     return Attention(job.scheme, attention_files.load_maps(directory, name, shapes, model.config.num_layers))
 
 
-def check_export(
-    model: Model, attention: Attention, directory: pathlib.Path, job: Job, prompts: int = 4, new_tokens: int = 32
-) -> None:
-    """Reloads an export and compares greedy tokens. Raises `WeightsError` where they differ."""
-    rows = pipeline.sequences(
-        job.uptrain.sources, model.tokenizer, prompts, 2 * job.scheme.window + 1, held_out=True, seed=1
-    )
-    expected = generate(model, rows.tolist(), new_tokens, attention)
-    found = generate(load(directory, dtype=None), rows.tolist(), new_tokens)
+def check_export(job: Job, model: Model, attention: Attention, directory: pathlib.Path) -> None:
+    """Reloads an export and compares greedy tokens, beyond the window. Raises `WeightsError` where they differ."""
+    length = 2 * job.scheme.window + 1
+    sources, tokenizer = job.uptrain.sources, model.tokenizer
+    rows = pipeline.sequences(sources, tokenizer, job.check_prompts, length, held_out=True, seed=job.uptrain.seed)
+    expected = generate(model, rows.tolist(), job.check_tokens, attention)
+    found = generate(load(directory, dtype=None), rows.tolist(), job.check_tokens)
     for number, (one, other) in enumerate(zip(expected, found, strict=True)):
         if one.tokens != other.tokens:
             raise WeightsError(f"{directory}: prompt {number} expected tokens {one.tokens}, found {other.tokens}")
-    print(f"{directory}: reloaded, and gives the same {prompts} x {new_tokens} greedy tokens")
+    print(f"{directory}: reloaded, and gives the same {job.check_prompts} x {job.check_tokens} greedy tokens")
 
 
 def _claim(job: Job, workdir: pathlib.Path) -> None:

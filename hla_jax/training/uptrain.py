@@ -36,7 +36,7 @@ from hla_jax.models.ouro import LayerInputs
 from hla_jax.training import loop
 from hla_jax.training.loop import LoopConfig
 from hla_jax.training.optimizer import OptimizerConfig, adamw
-from hla_jax.training.step import Loss, TrainState, init, make_step
+from hla_jax.training.step import Loss, Metrics, TrainState, init, make_step
 
 Maps = dict[str, Array]
 Batch = dict[str, Array]
@@ -88,9 +88,10 @@ def uptrain(
     )
     held_out = list(itertools.islice(stream(None, held_out=True, seed=config.seed), config.held_out_batches))
 
-    def evaluate(state: TrainState) -> dict[str, Array]:
+    def evaluate(state: TrainState) -> dict[str, float]:
         found = [follow(state.params, model.params, **batch) for batch in held_out]
-        return divergence_metrics(jax.tree.map(lambda *parts: sum(parts) / len(parts), *found), "held_out/")
+        means = divergence_metrics(jax.tree.map(lambda *parts: sum(parts) / len(parts), *found), "held_out/")
+        return {name: float(value) for name, value in means.items()}
 
     optimizer = adamw(config.optimizer)
     update = make_step(make_loss(scheme, model.config, config.queries), optimizer, config.micro_batches)
@@ -146,10 +147,10 @@ def make_loss(scheme: HLA, config: OuroConfig, queries: int | None = None) -> Lo
 
     value.defvjp(value_and_gradient, scale)
 
-    def loss(maps: Maps, batch: Batch, rng: Array, params: ouro.Params) -> tuple[Array, tuple[Array, dict[str, Array]]]:
-        shape = batch["tokens"].shape
-        index = all_queries(*shape) if queries is None else random_queries(rng, *shape, queries)
-        found, by_loop = value(maps, params, batch, index)
+    def loss(params: Maps, batch: Batch, rng: Array, constants: ouro.Params) -> tuple[Array, tuple[Array, Metrics]]:
+        rows, length = batch["tokens"].shape
+        index = all_queries(rows, length) if queries is None else random_queries(rng, rows, length, queries)
+        found, by_loop = value(params, constants, batch, index)
         count = jnp.sum(jnp.take_along_axis(batch["segments"], index, axis=1) > 0)
         return found, (count.astype(found.dtype), divergence_metrics(by_loop))
 
@@ -184,7 +185,7 @@ def divergence(
 def _each_layer(
     fit: Callable[..., Any], config: OuroConfig, maps: Maps, params: ouro.Params, batch: Batch, index: Int[Array, "B Q"]
 ) -> Any:
-    h = attention_inputs(params, config, **batch)
+    h = attention_inputs(params, config, batch["tokens"], batch["positions"], batch["segments"])
     counted = (jnp.take_along_axis(batch["segments"], index, axis=1) > 0).astype(accumulation_dtype(h.dtype))
     counted = counted / jnp.maximum(jnp.sum(counted), 1)
     one_layer = lambda layer: fit(*layer, batch["positions"], batch["segments"], index, counted)

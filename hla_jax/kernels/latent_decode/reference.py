@@ -6,7 +6,7 @@ sizes of a stored key and value, W window, G key-value heads, dh head size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -21,6 +21,18 @@ class Window(NamedTuple):
     filled: Bool[Array, "B W"]
     k: Float[Array, "B G dh"]
     v: Float[Array, "B G dh"]
+
+
+@overload
+def latent_decode(
+    q: Array, keys: Array, values: Array, lengths: Array, scale: float, window: Window
+) -> tuple[Array, Array, Array]: ...
+
+
+@overload
+def latent_decode(
+    q: Array, keys: Array, values: Array, lengths: Array, scale: float, window: None = None
+) -> tuple[Array, None, Array]: ...
 
 
 def latent_decode(

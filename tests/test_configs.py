@@ -1,0 +1,37 @@
+"""Every config file gives what its experiment reads, and sizes that fit its model."""
+
+import importlib.util
+import pathlib
+
+import dacite
+import pytest
+
+from hla_jax.config import OURO_1P4B, OURO_2P6B
+from hla_jax.recipes.uptrain import Job
+
+CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+
+
+def read(name: str) -> Job:
+    spec = importlib.util.spec_from_file_location(name, CONFIGS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return dacite.from_dict(Job, module.get_config().to_dict(), dacite.Config(strict=True))
+
+
+@pytest.mark.parametrize(("name", "model"), [("ouro_1p4b_hla", OURO_1P4B), ("ouro_2p6b_hla", OURO_2P6B)])
+def test_real_models(name, model):
+    job = read(name)
+    job.scheme.check(model)
+    numbers = sum(size[-1] for size in job.scheme.token_shapes(model).values())
+    assert 2 * model.num_loops * model.num_kv_heads * model.head_dim / numbers == pytest.approx(10.67, abs=0.01)
+
+
+def test_nano():
+    job = read("nano_hla")
+    assert job.uptrain.optimizer.total_steps == job.uptrain.loop.steps
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("[a-z]*.py")), ids=lambda path: path.stem)
+def test_docstring_has_its_command(path):
+    assert f"--config=configs/{path.name}" in path.read_text()
