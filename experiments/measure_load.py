@@ -9,41 +9,32 @@ Prints one JSON object. `peak_bytes` is the process's peak resident set (VmHWM),
 from __future__ import annotations
 
 import json
-import multiprocessing
-import pathlib
 import time
 
 import jax
 from absl import app, flags
 
+from experiments.processes import in_fresh_process, memory
 from hla_jax.config import OuroConfig
 from hla_jax.models import weights
 
 
 def measure(directory: str, dtype: str | None = None) -> dict[str, float]:
     """Loads a checkpoint in a fresh process. Raises what loading raises."""
-    # "spawn": a forked child would inherit this process's pages, and its peak.
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_load, (directory, dtype))
+    return in_fresh_process(_load, directory, dtype)
 
 
 def _load(directory: str, dtype: str | None) -> dict[str, float]:
     jax.devices()  # the backend's own memory belongs to the start
-    before = _memory("VmRSS")
+    before = memory("VmRSS")
     start = time.perf_counter()
     params = weights.load_params(directory, OuroConfig.from_directory(directory), dtype)
     jax.block_until_ready(params)
     seconds = time.perf_counter() - start
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    peak = _memory("VmHWM")
+    peak = memory("VmHWM")
     return {"weights_bytes": held, "before_bytes": before, "peak_bytes": peak, "ratio": round(peak / held, 4),
             "seconds": round(seconds, 2)}
-
-
-def _memory(field: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def main(argv: list[str]) -> None:

@@ -9,6 +9,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -109,7 +110,7 @@ def forward(
     Rows may be padded on the right. Raises `ValueError` for token ids that are not a [B, S] array, or impossible exit
     modes.
     """
-    return _forward(model.params, model.config, _tokens(tokens), exit_at, exit_threshold, exit_weighted)
+    return _forward(model.params, model.config, token_batch(model, tokens), exit_at, exit_threshold, exit_weighted)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "exit_at", "exit_threshold", "exit_weighted"))
@@ -131,7 +132,7 @@ def forward_swapped(
     exact within the window. It differs from decoding in that the stored tokens were computed exactly (HLA, section
     4.2).
     """
-    return _forward_swapped(model.params, model.config, attention or model.attention, _tokens(tokens))
+    return _forward_swapped(model.params, model.config, attention or model.attention, token_batch(model, tokens))
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -146,10 +147,16 @@ def _forward_swapped(params, config, attention, tokens):
     return ouro.logits(params, hidden)
 
 
-def _tokens(tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
-    tokens = jnp.asarray(tokens)
+def token_batch(model: Model, tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """Token ids as an int32 array. Raises `ValueError` for another shape or type, or ids outside the vocabulary."""
+    if not isinstance(tokens, jax.Array):
+        tokens = np.asarray(tokens)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.size == 0:
         raise ValueError(
             f"tokens must be a non-empty integer array [batch, tokens], found {tokens.dtype}{list(tokens.shape)}"
         )
-    return tokens.astype(jnp.int32)
+    if not isinstance(tokens, jax.core.Tracer):  # a caller's jit hides the values, and XLA would clamp them silently
+        ids = np.asarray(tokens)
+        if (outside := ids[(ids < 0) | (ids >= model.config.vocab_size)]).size:
+            raise ValueError(f"tokens have id {outside[0]}, the vocabulary has {model.config.vocab_size}")
+    return jnp.asarray(tokens, jnp.int32)

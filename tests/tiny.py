@@ -1,4 +1,4 @@
-"""Small models and maps for tests: the golden checkpoints, random models of any shape, and HLA maps of full rank made by hand."""
+"""Small models and maps for tests: the golden checkpoints, random models, and HLA maps of full rank made by hand."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ TOLERANCE = {"float32": 2e-4, "float64": 2e-5}
 
 @dataclasses.dataclass(frozen=True)
 class Golden:
-    """A golden checkpoint: `values` from the public PyTorch code, `codecs` from an independent float64 oracle of the schemes."""
+    """A golden checkpoint: `values` from the public PyTorch code, `codecs` from a float64 oracle of the schemes."""
 
     config: OuroConfig
     params: dict
@@ -89,7 +89,7 @@ def tiny_tokens(config: OuroConfig, batch: int, length: int, seed: int = 0) -> j
 
 
 def random_hla(config: OuroConfig, window: int, dtype: str = "float32", seed: int = 0) -> Attention:
-    """HLA with fewer ranks than the keys have and random maps, scaled so that outputs are of the size of the exact ones."""
+    """HLA with fewer ranks than the keys have, and random maps that give outputs of the size of the exact ones."""
     rng = np.random.default_rng(seed)
     scheme = HLA(config.head_dim * (config.num_loops - 1), config.head_dim, config.head_dim, window)
     draw = lambda shape: jnp.asarray(rng.normal(size=(config.num_layers, *shape)) / shape[-1] ** 0.5, dtype)
@@ -99,8 +99,8 @@ def random_hla(config: OuroConfig, window: int, dtype: str = "float32", seed: in
 def full_rank_hla(config: OuroConfig, params: dict, window: int, shuffle: int | None = None) -> Attention:
     """HLA that loses nothing: the main latent holds the keys and values of loops 2 .. T and all key-value heads.
 
-    The writer's rows are the projections' rows, block by block; the readers select the block of their own loop and head.
-    With `shuffle` (a seed), pairs are put in random order, with a `pair_frequency` that says so, and pairs of one
+    The writer's rows are the projections' rows, block by block; the readers select the block of their own loop and
+    head. With `shuffle` (a seed), pairs are put in random order, with a `pair_frequency` that says so, and pairs of one
     frequency are mixed by a random orthogonal matrix, which rotation must commute with.
     """
     main = _full_rank(config, params, config.num_loops - 1, shuffle)

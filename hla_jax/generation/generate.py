@@ -63,8 +63,8 @@ def generate(
       tokens_per_dispatch: tokens decoded between two looks of the host.
 
     Raises:
-      ValueError: no prompt, an empty prompt, token ids that are no integers or outside the vocabulary, a prompt that leaves no room in
-        `max_position_embeddings`, or a setting out of range.
+      ValueError: no prompt, an empty prompt, token ids that are no integers or outside the vocabulary, a prompt that
+        leaves no room in `max_position_embeddings`, or a setting out of range.
     """
     attention = attention or model.attention
     single = isinstance(prompts, str) or (
@@ -164,6 +164,6 @@ def _generation(model: Model, tokens: list[int], stop: Sequence[int]) -> Generat
 
 
 def _bucket(tokens: int) -> int:
-    """Rounds up to a multiple of an eighth of the next power of two: at most a quarter too much, and four sizes per doubling."""
+    """Rounds up to an eighth of the next power of two: at most a quarter too much, and four sizes per doubling."""
     step = max(_SMALLEST_BUCKET, 1 << (tokens - 1).bit_length() >> 3)
     return -(-tokens // step) * step

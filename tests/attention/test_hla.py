@@ -34,7 +34,7 @@ def test_full_rank_without_window_is_exact_attention(loops, kv_heads, shuffle, x
 
 
 def test_wrong_maps_show(x64):
-    """The identity is sensitive: the maps of another pair order, loop or head change the logits far beyond its tolerance."""
+    """The identity is sensitive: maps of another pair order, loop or head change the logits far beyond its tolerance."""
     config = tiny_config()
     params = tiny_params(config, "float64")
     model, tokens = Model(config, params), tiny_tokens(config, 2, LENGTH)
@@ -51,8 +51,8 @@ def test_wrong_maps_show(x64):
 
 @pytest.mark.parametrize("window", [3, 11])
 def test_decoding_is_prefilling(window, x64):
-    """With maps that lose nothing, tokens that went through the cache one by one leave what a prefill of all of them stores, and
-    give the logits of exact attention, for a window shorter and longer than the prompt."""
+    """With maps that lose nothing, tokens decoded one by one leave what a prefill of all of them stores, and give the
+    logits of exact attention, for a window shorter and longer than the prompt."""
     config = tiny_config()
     params = tiny_params(config, "float64")
     attention, tokens = full_rank_hla(config, params, window, 5), tiny_tokens(config, 2, LENGTH)
@@ -84,7 +84,7 @@ def test_window_of_the_whole_sequence_is_exact_attention(x64):
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 3), min_size=8, max_size=8), st.integers(0, 1000), st.booleans())
 def test_latent_rotation_is_that_of_its_pairs(x64, pair_frequency, position, override):
-    """Pair p sits at coordinates (b dh + s, b dh + dh/2 + s) with b = p // (dh/2), s = p mod (dh/2), and turns by its own frequency."""
+    """Pair p = b dh/2 + s sits at coordinates (b dh + s, b dh + dh/2 + s), and turns by its own frequency."""
     config, half = tiny_config(head_dim=8), 4
     x = np.random.default_rng(0).normal(size=(1, 1, 3, 16))
     turned = np.asarray(
@@ -149,5 +149,5 @@ def test_impossible_sizes_are_refused(changes, message):
 
 
 def test_one_loop_is_refused():
-    with pytest.raises(SchemeError, match="HLA needs at least 2 loops.*the model has 1"):
+    with pytest.raises(SchemeError, match=r"HLA needs at least 2 loops.*the model has 1"):
         GOOD.check(tiny_config(num_loops=1))

@@ -14,7 +14,11 @@ def draw(number: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(number).normal(size=shape)
 
 
-Q, K, V = draw(0, BATCH, TOKENS, HEADS, SIZE), draw(1, BATCH, TOKENS, KV_HEADS, SIZE), draw(2, BATCH, TOKENS, KV_HEADS, SIZE)
+Q, K, V = (
+    draw(0, BATCH, TOKENS, HEADS, SIZE),
+    draw(1, BATCH, TOKENS, KV_HEADS, SIZE),
+    draw(2, BATCH, TOKENS, KV_HEADS, SIZE),
+)
 SEGMENTS = np.stack([np.arange(TOKENS) // 20, np.arange(TOKENS) // 9])
 
 
@@ -48,17 +52,33 @@ def test_exact_attention(segments, blocks, x64):
 
 @pytest.mark.parametrize("window", [0, 6, TOKENS])
 def test_hybrid_attention(window, blocks, x64):
-    """Latent scores and values for j < i - W, exact ones for i - W <= j <= i, one softmax; the latent store may be longer."""
-    q_far, k_far, v_far = draw(3, BATCH, TOKENS, HEADS, RANK_K), draw(4, BATCH, TOKENS + 3, 1, RANK_K), draw(5, BATCH, TOKENS + 3, 1, RANK_V)
-    far, near = parallel.hybrid_attention(tuple(map(jnp.asarray, (q_far, k_far, v_far))), tuple(map(jnp.asarray, (Q, K, V))), window)
+    """Latent scores and values for j < i - W, exact ones from there on, one softmax; the latent store may be longer."""
+    q_far, k_far, v_far = (
+        draw(3, BATCH, TOKENS, HEADS, RANK_K),
+        draw(4, BATCH, TOKENS + 3, 1, RANK_K),
+        draw(5, BATCH, TOKENS + 3, 1, RANK_V),
+    )
+    far, near = parallel.hybrid_attention(
+        tuple(map(jnp.asarray, (q_far, k_far, v_far))), tuple(map(jnp.asarray, (Q, K, V))), window
+    )
     token = np.arange(TOKENS)
     recent = token[:, None] - token[None] <= window
     for b in range(BATCH):
-        scores = np.where(recent, np.einsum("qhr,khr->hqk", Q[b], repeat(K[b])),
-                          np.einsum("qhr,kr->hqk", q_far[b], k_far[b, :TOKENS, 0])) / SIZE**0.5
+        scores = (
+            np.where(
+                recent,
+                np.einsum("qhr,khr->hqk", Q[b], repeat(K[b])),
+                np.einsum("qhr,kr->hqk", q_far[b], k_far[b, :TOKENS, 0]),
+            )
+            / SIZE**0.5
+        )
         weights = direct(scores, token[:, None] >= token[None])
-        np.testing.assert_allclose(far[b], np.einsum("hqk,kr->qhr", np.where(recent, 0, weights), v_far[b, :TOKENS, 0]), atol=1e-12)
-        np.testing.assert_allclose(near[b], np.einsum("hqk,khr->qhr", np.where(recent, weights, 0), repeat(V[b])), atol=1e-12)
+        np.testing.assert_allclose(
+            far[b], np.einsum("hqk,kr->qhr", np.where(recent, 0, weights), v_far[b, :TOKENS, 0]), atol=1e-12
+        )
+        np.testing.assert_allclose(
+            near[b], np.einsum("hqk,khr->qhr", np.where(recent, weights, 0), repeat(V[b])), atol=1e-12
+        )
 
 
 def test_blocks_have_the_same_gradient(monkeypatch, x64):

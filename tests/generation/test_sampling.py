@@ -1,4 +1,4 @@
-"""Sampling against numpy on small vocabularies: which tokens stay, how often they come, and what a request's seed decides."""
+"""Sampling against numpy on small vocabularies: which tokens stay, how often they come, and what a seed decides."""
 
 import jax
 import jax.numpy as jnp

@@ -27,9 +27,17 @@ class Case:
 def case(latent_heads: int, window: int, kv_heads: int = 2, seed: int = 0) -> Case:
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.normal(size=shape)
-    recent = Window(draw(3, 4, 6), draw(3, window, kv_heads, 6), draw(3, window, kv_heads, 6), rng.random((3, window)) < 0.7,
-                    draw(3, kv_heads, 6), draw(3, kv_heads, 6))
-    return Case(draw(3, 4, 10), draw(3, 9, latent_heads, 10), draw(3, 9, latent_heads, 5), Window(*map(jnp.asarray, recent)))
+    recent = Window(
+        draw(3, 4, 6),
+        draw(3, window, kv_heads, 6),
+        draw(3, window, kv_heads, 6),
+        rng.random((3, window)) < 0.7,
+        draw(3, kv_heads, 6),
+        draw(3, kv_heads, 6),
+    )
+    return Case(
+        draw(3, 4, 10), draw(3, 9, latent_heads, 10), draw(3, 9, latent_heads, 5), Window(*map(jnp.asarray, recent))
+    )
 
 
 def direct(c: Case, b: int, h: int, length: int, with_window: bool) -> tuple[np.ndarray, np.ndarray, float]:
@@ -44,14 +52,21 @@ def direct(c: Case, b: int, h: int, length: int, with_window: bool) -> tuple[np.
     weights = np.exp(SCALE * np.array(scores))
     total = weights.sum()
     summed = lambda weights, values, size: weights @ np.array(values) / total if len(values) else np.zeros(size)
-    return summed(weights[:len(far)], far, 5), summed(weights[len(far):], near, 6), np.log(total)
+    return summed(weights[: len(far)], far, 5), summed(weights[len(far) :], near, 6), np.log(total)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from([1, 2, 4]), st.sampled_from([0, 3]), st.lists(st.integers(0, 9), min_size=3, max_size=3), st.integers(0, 9))
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([0, 3]),
+    st.lists(st.integers(0, 9), min_size=3, max_size=3),
+    st.integers(0, 9),
+)
 def test_equals_the_direct_formula(latent_heads, window, lengths, seed):
     c = case(latent_heads, window, seed=seed)
-    far, near, lse = latent_decode(jnp.asarray(c.q), jnp.asarray(c.keys), jnp.asarray(c.values), jnp.asarray(lengths), SCALE, c.window)
+    far, near, lse = latent_decode(
+        jnp.asarray(c.q), jnp.asarray(c.keys), jnp.asarray(c.values), jnp.asarray(lengths), SCALE, c.window
+    )
     for b, length in enumerate(lengths):
         for h in range(4):
             for found, expected in zip((far[b, h], near[b, h], lse[b, h]), direct(c, b, h, length, True), strict=True):
@@ -60,11 +75,12 @@ def test_equals_the_direct_formula(latent_heads, window, lengths, seed):
 
 def test_nothing_stored_gives_zeros_and_no_weight():
     c = case(2, 0)
-    out, near, lse = latent_decode(jnp.asarray(c.q), jnp.asarray(c.keys), jnp.asarray(c.values), jnp.asarray([0, 4, 0]), SCALE)
+    out, near, lse = latent_decode(
+        jnp.asarray(c.q), jnp.asarray(c.keys), jnp.asarray(c.values), jnp.asarray([0, 4, 0]), SCALE
+    )
     assert near is None
     np.testing.assert_array_equal(out[0], 0)
-    assert np.isneginf(lse[0]).all() and np.isneginf(lse[2]).all()
-    assert np.isfinite(lse[1]).all()
+    np.testing.assert_array_equal(np.isneginf(lse), [[True] * 4, [False] * 4, [True] * 4])
     np.testing.assert_allclose(lse[1, 3], direct(c, 1, 3, 4, False)[2], atol=1e-12)
 
 
@@ -84,7 +100,9 @@ def test_parts_merge_by_log_sum_exp(cut):
     """Attention over a split store is the average of the parts' outputs, weighted by exp(log-sum-exp)."""
     c = case(2, 0)
     lengths = jnp.asarray([9, 5, 2])
-    attend = lambda part, n: latent_decode(jnp.asarray(c.q), jnp.asarray(c.keys[:, part]), jnp.asarray(c.values[:, part]), n, SCALE)
+    attend = lambda part, n: latent_decode(
+        jnp.asarray(c.q), jnp.asarray(c.keys[:, part]), jnp.asarray(c.values[:, part]), n, SCALE
+    )
     whole, _, lse = attend(slice(None), lengths)
     head, _, lse_head = attend(slice(0, cut), jnp.minimum(lengths, cut))
     tail, _, lse_tail = attend(slice(cut, None), jnp.maximum(lengths - cut, 0))

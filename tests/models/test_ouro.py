@@ -1,4 +1,4 @@
-"""Ouro against the public PyTorch code's numbers: hidden states of every loop, gate, and every exit mode; and the passes' own rules."""
+"""Ouro against the public PyTorch code's numbers (hidden states, gate, exit modes), and the passes' own rules."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,9 @@ def exact(config, params, tokens, segments=None, every_loop=False):
 def test_golden_hidden_states_gate_and_exit_modes(name, dtype):
     g = golden(name, dtype)
     hidden = exact(g.config, g.params, jnp.asarray(g.values["input_ids"]), every_loop=True)
-    close = lambda found, key: np.testing.assert_allclose(found, g.values[key], atol=TOLERANCE[dtype], rtol=0, err_msg=key)
+    close = lambda found, key: np.testing.assert_allclose(
+        found, g.values[key], atol=TOLERANCE[dtype], rtol=0, err_msg=key
+    )
     close(hidden, "hidden_per_loop")
     close(ouro.gate_logits(g.params, hidden), "gate_logit_per_loop")
     close(ouro.exit_logits(g.params, hidden), "logits")
@@ -40,24 +42,30 @@ def test_exit_probabilities_are_those_of_the_first_stop():
 
 
 def test_threshold_of_one_never_exits_early():
-    """In 16 bits sigmoid rounds to 1 at the first loop; the reference then stops there although the threshold says never."""
+    """In 16 bits sigmoid rounds to 1 at the first loop; the reference then stops there, whatever the threshold."""
     config = tiny_config()
     params = tiny_params(config, "bfloat16")
-    params["early_exit_gate"] = {"weight": jnp.zeros((1, config.hidden_size), "bfloat16"), "bias": jnp.full(1, 30, "bfloat16")}
+    params["early_exit_gate"] = {
+        "weight": jnp.zeros((1, config.hidden_size), "bfloat16"),
+        "bias": jnp.full(1, 30, "bfloat16"),
+    }
     hidden = jax.random.normal(jax.random.key(0), (3, 2, 5, config.hidden_size), "bfloat16")
     early = ouro.exit_logits(params, hidden, exit_threshold=0.99)
     np.testing.assert_array_equal(early, ouro.logits(params, hidden[0]))
     np.testing.assert_array_equal(ouro.exit_logits(params, hidden, exit_threshold=1.0), ouro.logits(params, hidden[-1]))
 
 
-@pytest.mark.parametrize(("mode", "message"), [
-    (dict(exit_at=3), "exit_at must be in 0 .. 2 for a model of 3 loops, found 3"),
-    (dict(exit_at=-1), "exit_at must be in 0 .. 2"),
-    (dict(exit_threshold=0.0), r"exit_threshold must be in \(0, 1\], found 0.0"),
-    (dict(exit_threshold=1.5), "exit_threshold must be in"),
-    (dict(exit_at=0, exit_weighted=True), "give one of exit_at, exit_threshold and exit_weighted"),
-    (dict(exit_at=0, exit_threshold=0.5), "give one of"),
-])
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        (dict(exit_at=3), "exit_at must be in 0 .. 2 for a model of 3 loops, found 3"),
+        (dict(exit_at=-1), "exit_at must be in 0 .. 2"),
+        (dict(exit_threshold=0.0), r"exit_threshold must be in \(0, 1\], found 0.0"),
+        (dict(exit_threshold=1.5), "exit_threshold must be in"),
+        (dict(exit_at=0, exit_weighted=True), "give one of exit_at, exit_threshold and exit_weighted"),
+        (dict(exit_at=0, exit_threshold=0.5), "give one of"),
+    ],
+)
 def test_impossible_exit_modes_are_refused(mode, message):
     config = tiny_config()
     with pytest.raises(ValueError, match=message):
