@@ -78,9 +78,9 @@ def score_tasks(
         for setting, asked in questions.items():
             bar.set_postfix_str(setting.name)
             prompts = [example.prompt for example in asked]
-            room = max(new_tokens.values())
+            space = setting.length, max(new_tokens.values())
             right: dict[str, np.ndarray] = {}
-            for name, completions in complete(model, schemes, prompts, new_tokens[setting], room):
+            for name, completions in complete(model, schemes, prompts, new_tokens[setting], space):
                 right[name] = np.array([synthetic.score(example, text) for example, text in zip(asked, completions)])
                 bar.update()
             scores += [_score(name, setting, right[name], right[FULL]) for name in schemes]
@@ -88,7 +88,7 @@ def score_tasks(
 
 
 def complete(
-    model: Model, schemes: Schemes, prompts: Sequence[str], new_tokens: int, room: int | None = None
+    model: Model, schemes: Schemes, prompts: Sequence[str], new_tokens: int, space: tuple[int, int] = (0, 0)
 ) -> Iterator[tuple[str, list[str]]]:
     """Yields (name, greedy continuations up to the first line break) for one scheme after the other.
 
@@ -97,12 +97,12 @@ def complete(
       schemes: name -> scheme and maps.
       prompts: read in one batch.
       new_tokens: most new tokens.
-      room: tokens that the caches have room for behind the prompts, if not `new_tokens`: calls with the same room share
-        their compiled programs.
+      space: tokens of the longest prompt and new tokens to make room for, where more than these need: calls with the
+        same space share their compiled programs.
     """
     ids = [model.tokenizer.encode(prompt) for prompt in prompts]
-    tokens, lengths = pad(ids, _padded(max(map(len, ids))))
-    capacity = tokens.shape[1] + _padded(room or new_tokens)
+    tokens, lengths = pad(ids, _padded(max(space[0], *map(len, ids))))
+    capacity = tokens.shape[1] + _padded(max(space[1], new_tokens))
     logits, caches = _prefill(model.params, model.config, dict(schemes), tokens, lengths, capacity)
     stop = jnp.asarray(sorted({*model.stop_tokens, *_line_breaks(model)}), jnp.int32)
     for name in schemes:

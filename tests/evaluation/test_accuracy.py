@@ -51,10 +51,11 @@ def test_answers_are_counted_and_paired(model, monkeypatch):
     filler = synthetic.Filler(LINES, lambda lines: [len(model.tokenizer.encode(line)) for line in lines])
     asked = {setting: setting.examples(4, filler, seed=3) for setting in settings}
 
-    def fake(model, schemes, prompts, new_tokens, room):
+    def fake(model, schemes, prompts, new_tokens, space):
         """The full cache answers the first three questions, reuse the last two."""
         answers = {example.prompt: example.answer for examples in asked.values() for example in examples}
-        assert new_tokens <= room
+        assert space[0] == 64
+        assert new_tokens <= space[1]
         for name, right in ((FULL, (0, 1, 2)), (REUSE, (2, 3))):
             yield name, [answers[prompt] + "\nmore" if index in right else "no" for index, prompt in enumerate(prompts)]
 
