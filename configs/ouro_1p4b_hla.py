@@ -1,13 +1,15 @@
-"""HLA on Ouro-1.4B with the settings of the HLA paper (arXiv:2610.07940, sections 4.1 and 5.1, Appendix C), first phase.
+"""HLA on Ouro-1.4B with the settings of the HLA paper (arXiv:2610.07940, sections 4.1 and 5.1, Appendix C), first
+phase.
 
     python -m experiments.uptrain --config=configs/ouro_1p4b_hla.py --workdir=runs/ouro_1p4b_hla
 
-Needs the hub (ByteDance/Ouro-1.4B, open-r1/OpenR1-Math-220k, HuggingFaceFW/fineweb-edu) and an accelerator with 80 GB; not yet
-run on one, so its time is not known. The paper's attention KL on held-out data falls from 0.13 to 0.006 nats.
+Needs the hub (ByteDance/Ouro-1.4B, open-r1/OpenR1-Math-220k, HuggingFaceFW/fineweb-edu) and an accelerator with 80 GB;
+not yet run on one, so its time is not known. The paper's attention KL on held-out data falls from 0.13 to 0.006 nats.
 To see that nothing is special-cased, take one step on a random checkpoint of the same size, on a CPU:
 
     python -m experiments.random_checkpoint --size=1p4b --directory=runs/ouro_1p4b
-    python -m experiments.uptrain --config=configs/ouro_1p4b_hla.py --workdir=runs/one_step --config.model=runs/ouro_1p4b ...
+    python -m experiments.uptrain --config=configs/ouro_1p4b_hla.py --workdir=runs/one_step
+    --config.model=runs/ouro_1p4b ...
 """
 
 from __future__ import annotations

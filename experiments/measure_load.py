@@ -33,8 +33,13 @@ def _load(directory: str, dtype: str | None) -> dict[str, float]:
     seconds = time.perf_counter() - start
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     peak = memory("VmHWM")
-    return {"weights_bytes": held, "before_bytes": before, "peak_bytes": peak, "ratio": round(peak / held, 4),
-            "seconds": round(seconds, 2)}
+    return {
+        "weights_bytes": held,
+        "before_bytes": before,
+        "peak_bytes": peak,
+        "ratio": round(peak / held, 4),
+        "seconds": round(seconds, 2),
+    }
 
 
 def main(argv: list[str]) -> None:

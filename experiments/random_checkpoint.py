@@ -23,8 +23,9 @@ from hla_jax.tensor_files import PendingTensor
 SIZES = {"1p4b": OURO_1P4B, "2p6b": OURO_2P6B}
 
 
-def write_checkpoint(config: OuroConfig, directory: str | pathlib.Path, seed: int = 0,
-                     shard_bytes: int = 500_000_000) -> None:
+def write_checkpoint(
+    config: OuroConfig, directory: str | pathlib.Path, seed: int = 0, shard_bytes: int = 500_000_000
+) -> None:
     """Writes random bf16 weights as a new Hugging Face directory. Raises `FileExistsError` if it is not empty."""
     dtype = jnp.dtype("bfloat16")
     total = sum(dtype.itemsize * int(np.prod(row.shape(config))) for row in weights.parameters(config))

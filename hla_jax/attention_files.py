@@ -16,9 +16,9 @@ from typing import Any
 
 import huggingface_hub
 import huggingface_hub.errors
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array
 
 from hla_jax import tensor_files
 from hla_jax.config import read_json
@@ -76,8 +76,10 @@ def base_directory(directory: str | os.PathLike[str]) -> pathlib.Path:
     except WeightsError as error:
         raise WeightsError(f"{directory / 'config.json'}: {BASE} not found: {error}") from None
     if (found := fingerprint(base)) != entry["sha256"]:
-        raise WeightsError(f"{directory}: these maps belong to another base model than {base}: "
-                           f"expected sha256 {entry['sha256']}, found {found}")
+        raise WeightsError(
+            f"{directory}: these maps belong to another base model than {base}: "
+            f"expected sha256 {entry['sha256']}, found {found}"
+        )
     return base
 
 
@@ -116,8 +118,14 @@ def read_attention(directory: str | os.PathLike[str]) -> tuple[str, dict[str, An
     return None
 
 
-def load_maps(path: str | os.PathLike[str], scheme: str, shapes: Mapping[str, tuple[int, ...]], num_layers: int,
-              dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> dict[str, Array]:
+def load_maps(
+    path: str | os.PathLike[str],
+    scheme: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    num_layers: int,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+) -> dict[str, Array]:
     """Reads the maps of an attention scheme, stacked over layers.
 
     Args:
@@ -147,5 +155,8 @@ def load_maps(path: str | os.PathLike[str], scheme: str, shapes: Mapping[str, tu
 
 def pending_maps(scheme: str, maps: Mapping[str, Array]) -> dict[str, PendingTensor]:
     """The tensors to write maps [L, ...] as."""
-    return {tensor: tensor_files.pending_layer(stack, layer) for name, stack in maps.items()
-            for layer, tensor in enumerate(map_names(scheme, name, stack.shape[0]))}
+    return {
+        tensor: tensor_files.pending_layer(stack, layer)
+        for name, stack in maps.items()
+        for layer, tensor in enumerate(map_names(scheme, name, stack.shape[0]))
+    }

@@ -44,13 +44,24 @@ class OuroConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_loops", "num_heads",
-                      "num_kv_heads", "head_dim", "max_position_embeddings"):
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_loops",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{_HF_NAMES.get(field, field)} must be at least 1, found {getattr(self, field)}")
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError("num_attention_heads must be a multiple of num_key_value_heads, "
-                              f"found {self.num_heads} and {self.num_kv_heads}")
+            raise ConfigError(
+                "num_attention_heads must be a multiple of num_key_value_heads, "
+                f"found {self.num_heads} and {self.num_kv_heads}"
+            )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, found {self.head_dim}")
 
@@ -81,14 +92,19 @@ class OuroConfig:
         if "head_dim" not in values and {"hidden_size", "num_heads"} <= values.keys():
             # Old configs leave head_dim out; the reference then divides.
             if values["hidden_size"] % values["num_heads"]:
-                raise ConfigError(f"{source}: head_dim is absent and hidden_size {values['hidden_size']} is not a "
-                                  f"multiple of num_attention_heads {values['num_heads']}")
+                raise ConfigError(
+                    f"{source}: head_dim is absent and hidden_size {values['hidden_size']} is not a "
+                    f"multiple of num_attention_heads {values['num_heads']}"
+                )
             values["head_dim"] = values["hidden_size"] // values["num_heads"]
         values["bos_token_id"] = next(iter(token_ids(raw, "bos_token_id", source)), None)
         values["eos_token_ids"] = token_ids(raw, "eos_token_id", source)
         values["pad_token_id"] = next(iter(token_ids(raw, "pad_token_id", source)), None)
-        missing = [_HF_NAMES[f.name] for f in dataclasses.fields(cls)
-                   if f.default is dataclasses.MISSING and f.name not in values]
+        missing = [
+            _HF_NAMES[f.name]
+            for f in dataclasses.fields(cls)
+            if f.default is dataclasses.MISSING and f.name not in values
+        ]
         if missing:
             raise ConfigError(f"{source}: missing keys {', '.join(missing)}")
         try:
@@ -142,9 +158,21 @@ _HF_NAMES = {
 _FLOATS = {"rms_norm_eps", "early_exit_threshold"}
 
 OURO_1P4B = OuroConfig(
-    vocab_size=49152, hidden_size=2048, intermediate_size=5632, num_layers=24, num_loops=4, num_heads=16,
-    num_kv_heads=16, head_dim=128, rope_theta=1e6, rms_norm_eps=1e-6, max_position_embeddings=65536,
-    tie_word_embeddings=False, bos_token_id=0, eos_token_ids=(0,))
+    vocab_size=49152,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_layers=24,
+    num_loops=4,
+    num_heads=16,
+    num_kv_heads=16,
+    head_dim=128,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=65536,
+    tie_word_embeddings=False,
+    bos_token_id=0,
+    eos_token_ids=(0,),
+)
 """The released Ouro-1.4B and its Thinking variant: 1,434,652,673 parameters."""
 
 OURO_2P6B = dataclasses.replace(OURO_1P4B, num_layers=48)
@@ -215,5 +243,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], source: str) -> None:
         if set(layer_types) - {"full_attention"}:
             raise ConfigError(f"{source}: layer_types must all be 'full_attention', found {sorted(set(layer_types))}")
         if len(layer_types) != raw.get("num_hidden_layers"):
-            raise ConfigError(f"{source}: layer_types names {len(layer_types)} layers, "
-                              f"num_hidden_layers says {raw.get('num_hidden_layers')}")
+            raise ConfigError(
+                f"{source}: layer_types names {len(layer_types)} layers, "
+                f"num_hidden_layers says {raw.get('num_hidden_layers')}"
+            )

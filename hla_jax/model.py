@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import os
 import pathlib
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
 from transformers import PreTrainedTokenizerBase
 
 from hla_jax import attention_files
@@ -22,6 +23,9 @@ from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention, Scheme, SchemeError
 from hla_jax.config import OuroConfig
 from hla_jax.models import ouro, weights
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 NANO = pathlib.Path(__file__).parent / "assets" / "nano"
 """The embedded model: a small Ouro that was really trained, for tests, notebooks and the main job."""

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
+from jax import Array
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
-from jaxtyping import Array
 
 from hla_jax.config import read_json
 
@@ -106,17 +106,22 @@ def common_dtype(sources: Sequence[StoredTensor], shape: tuple[int, ...], dtype:
         if source.dtype not in _FLOATS:
             raise WeightsError(f"{where}: expected dtype {', '.join(_FLOATS)}, found {source.dtype}")
         if dtype is None and source.dtype != sources[0].dtype:
-            raise WeightsError(f"{where}: expected dtype {sources[0].dtype} like {sources[0].name}, "
-                               f"found {source.dtype}; give a dtype to convert to")
+            raise WeightsError(
+                f"{where}: expected dtype {sources[0].dtype} like {sources[0].name}, "
+                f"found {source.dtype}; give a dtype to convert to"
+            )
     held = jnp.dtype(_FLOATS[sources[0].dtype] if dtype is None else dtype)
     if jax.dtypes.canonicalize_dtype(held) != held:
-        raise WeightsError(f"{sources[0].file}: tensor {sources[0].name}: float64 needs jax_enable_x64; "
-                           "give a smaller dtype to convert to")
+        raise WeightsError(
+            f"{sources[0].file}: tensor {sources[0].name}: float64 needs jax_enable_x64; "
+            "give a smaller dtype to convert to"
+        )
     return held
 
 
-def read_array(sources: Sequence[StoredTensor], stacked: bool, dtype: np.dtype,
-               sharding: Sharding | None = None) -> Array:
+def read_array(
+    sources: Sequence[StoredTensor], stacked: bool, dtype: np.dtype, sharding: Sharding | None = None
+) -> Array:
     """Reads one tensor, or, stacked, several of equal shape along a new leading axis, into one buffer.
 
     Holds one tensor beside the buffer at any time. With a sharding, each device's part is read for itself; devices that
@@ -167,8 +172,9 @@ def pending_layer(stack: Array | np.ndarray, layer: int) -> PendingTensor:
     return PendingTensor(stack.nbytes // stack.shape[0], lambda: np.asarray(stack[layer]))
 
 
-def write_tensors(directory: pathlib.Path, tensors: Mapping[str, PendingTensor],
-                  max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def write_tensors(
+    directory: pathlib.Path, tensors: Mapping[str, PendingTensor], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
     """Writes one file, or an index and shards of at most `max_shard_bytes` (a larger tensor has a shard of its own).
 
     Holds one shard in memory at a time.
@@ -272,6 +278,7 @@ def _why_no_weights(path: pathlib.Path) -> str:
 
 def _refuse_prefix(tensor: StoredTensor, expected: Collection[str]) -> None:
     """Wrappers (DataParallel, torch.compile, FSDP) and saving from the wrong module change every name alike."""
+
     def refuse(fault: str, name: str) -> None:
         raise WeightsError(f"{tensor.file}: tensor names {fault}: expected {name}, found {tensor.name}")
 
@@ -294,4 +301,4 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
-    return raw[start:start + nbytes].view(dtype).reshape(shape)
+    return raw[start : start + nbytes].view(dtype).reshape(shape)

@@ -39,8 +39,9 @@ def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
     return (pathlib.Path(directory) / _FILE).is_file()
 
 
-def load_tokenizer(directory: str | os.PathLike[str] | None,
-                   config: OuroConfig | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    directory: str | os.PathLike[str] | None, config: OuroConfig | None = None
+) -> PreTrainedTokenizerBase:
     """Reads the tokenizer of a checkpoint. Code in the checkpoint is never run.
 
     The result has a padding token (0 if the checkpoint names none) and, if it knows ChatML's turn tokens but no

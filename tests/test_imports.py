@@ -10,7 +10,7 @@ import pytest
 import hla_jax
 
 ROOT = pathlib.Path(hla_jax.__file__).parent
-EXTRAS = ("dacite", "hypothesis", "jaxtyping", "matplotlib", "ml_collections", "tensorboardX", "torch")
+EXTRAS = ("dacite", "hypothesis", "jaxtyping", "matplotlib", "ml_collections", "tensorboardX")
 FLOORS = (
     ("compat", "config", "tensor_files", "attention_files", "tokenizer", "banner"),
     ("kernels", "models"),

@@ -4,13 +4,18 @@ fits.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import Array
 
 from hla_jax.attention.full import exact_stages
 from hla_jax.config import OuroConfig
 from hla_jax.models import ouro
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 def attention_inputs(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jax import Array
 
 from hla_jax.attention import window
 from hla_jax.attention.parallel import exact_attention
@@ -16,6 +16,9 @@ from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode.reference import latent_decode
 from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, rotate
 from hla_jax.models.ouro import LayerInputs, Stage
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 
 def rotate_qk(config: OuroConfig, inputs: LayerInputs, positions: Int[Array, "B S"]) -> tuple[Array, Array]:

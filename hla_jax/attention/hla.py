@@ -11,11 +11,12 @@ r1 of each half of the loop-1 latent. Code counts loops from 0, so the main late
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jax import Array
 
 from hla_jax.attention import window
 from hla_jax.attention.full import rotate_qk
@@ -35,6 +36,9 @@ from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode.reference import latent_decode
 from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, linear, rotate
 from hla_jax.models.ouro import LayerInputs, Stage
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 Buffers = dict[str, Array]
 

@@ -7,10 +7,14 @@ backward pass. Shapes: B sequences, S tokens, H query heads, G key-value heads, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax import Array
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 # Scores of one block of queries, in numbers over all sequences and heads.
 _BLOCK_NUMBERS = 1 << 24

@@ -13,17 +13,19 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import dacite
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
 
 from hla_jax.config import OuroConfig
 from hla_jax.models.layers import accumulation_dtype
 from hla_jax.models.ouro import LayerInputs, Stage
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 Maps = Mapping[str, Array]
 Shape = tuple[int, ...]
@@ -132,10 +134,17 @@ class Scheme(abc.ABC):
     @classmethod
     def from_config(cls, entry: Mapping[str, Any]) -> Scheme:
         """The inverse of `to_config`. Raises `SchemeError` for fields that are missing, unknown or of another type."""
-        try:
-            return dacite.from_dict(cls, entry, dacite.Config(strict=True, cast=[tuple]))
-        except dacite.DaciteError as error:
-            raise SchemeError(f"{cls.interchange}_config: {error}") from None
+        fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+        for problem, names in (("missing", required - entry.keys()), ("unknown", entry.keys() - fields.keys())):
+            if names:
+                raise SchemeError(f"{cls.interchange}_config: {problem} {sorted(names)}; its fields are {list(fields)}")
+        for name, value in entry.items():
+            numbers = value if isinstance(value, list) else [value]
+            if (isinstance(value, list) and name in required) or any(type(number) is not int for number in numbers):
+                expected = "an integer" if name in required else "a list of integers"
+                raise SchemeError(f"{cls.interchange}_config: {name} must be {expected}, found {value!r}")
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
 
 
 @jax.tree_util.register_dataclass

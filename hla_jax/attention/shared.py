@@ -5,9 +5,10 @@ paper).
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jax import Array
 
 from hla_jax.attention import window
 from hla_jax.attention.full import rotate_qk
@@ -26,6 +27,9 @@ from hla_jax.attention.scheme import (
 from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode.reference import latent_decode
 from hla_jax.models.ouro import LayerInputs, Stage
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 Buffers = dict[str, Array]
 

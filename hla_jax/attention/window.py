@@ -6,13 +6,18 @@ read, so a token attends exactly to itself and to the W tokens before it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import Array
 
 from hla_jax.attention.scheme import slot_of
 from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode.reference import Window
 from hla_jax.models.ouro import LayerInputs
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 Buffers = dict[str, Array]
 

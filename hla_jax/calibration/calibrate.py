@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
 
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention, Scheme
@@ -17,6 +17,9 @@ from hla_jax.calibration.principal import leading_eigenvectors, value_directions
 from hla_jax.config import OuroConfig
 from hla_jax.model import Model
 from hla_jax.models import ouro
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 def calibrate(
@@ -49,7 +52,7 @@ def principal_maps(
     raise TypeError(f"no closed-form initialisation for {type(scheme).__name__}")
 
 
-@principal_maps.register
+@principal_maps.register(HLA)
 def hla_maps(
     scheme: HLA, params: ouro.Params, config: OuroConfig, sequences: Sequences
 ) -> dict[str, Float[np.ndarray, "L ..."]]:

@@ -10,18 +10,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jax import Array
 from tqdm import tqdm
 
 from hla_jax.attention.capture import attention_inputs
 from hla_jax.config import OuroConfig
 from hla_jax.models import ouro
 from hla_jax.models.layers import accumulation_dtype, linear
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 # Bytes of captured attention inputs of one micro-batch, and of the sums of one group of layers.
 CAPTURE_BYTES = 1 << 30
@@ -47,8 +50,8 @@ class Sequences:
         return cls(tokens, np.asarray([len(row) for row in rows], np.int32))
 
 
-Accumulate = Callable[[Any, Float[Array, "T N d"], Bool[Array, " N"], dict[str, Array]], Any]
-"""(sums of one layer, its attention inputs, which tokens count, its projections) -> sums."""
+Accumulate = Callable[[Any, Array, Array, dict[str, Array]], Any]
+"""(sums of one layer, its attention inputs [T, N, d], which tokens count [N], its projections) -> sums."""
 
 
 def stream(

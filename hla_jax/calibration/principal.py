@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import scipy.linalg
-from jaxtyping import Float
 
 from hla_jax.calibration import moments
 from hla_jax.calibration.moments import Sequences
 from hla_jax.config import OuroConfig
 from hla_jax.models import ouro
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 # Above this many joint dimensions the moment matrix is not formed.
 LARGEST_MOMENT = 8192

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Int32
 
 from hla_jax.data.streams import DataError, State, Stream
 
-Batch = dict[str, Int32[np.ndarray, "B S"]]
+if TYPE_CHECKING:
+    pass
+
+Batch = dict[str, np.ndarray]
 Tokenize = Callable[[str], Sequence[int]]
 
 _GIVE_UP_AFTER = 10_000  # documents: a stream that repeats for ever without one long enough must not hang

@@ -124,5 +124,4 @@ class _TaskDocuments:
         shortest, longest = self._tokens
         length = int(shortest * (longest / shortest) ** rng.random())
         task = _TASKS[rng.integers(len(_TASKS))]
-        example = task.sample(rng, length, self._filler, questions=len(synthetic.WORDS))
-        return f"{example.prompt}{example.answer}\n"
+        return task.sample(rng, length, self._filler, questions=len(synthetic.WORDS)).document

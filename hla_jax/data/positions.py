@@ -8,12 +8,15 @@ embedding sees change.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Int32
 
 from hla_jax.data.packing import Batch
 from hla_jax.data.streams import DataError, State, Stream
+
+if TYPE_CHECKING:
+    from jaxtyping import Int32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jax import Array
 from tqdm.auto import tqdm
 
 from hla_jax.attention.scheme import Attention, Cache
@@ -24,6 +25,9 @@ from hla_jax.generation.generate import pad
 from hla_jax.generation.sampling import Sampling, request_keys
 from hla_jax.model import Model
 from hla_jax.models import ouro
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 # Prompts and caches are padded to multiples of this, so that settings of one length share their compiled programs.
 _PADDING = 64

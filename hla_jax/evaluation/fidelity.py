@@ -10,11 +10,12 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jax import Array
 from tqdm.auto import tqdm
 
 from hla_jax.attention.hla import HLA
@@ -27,6 +28,9 @@ from hla_jax.generation import decode
 from hla_jax.model import Model
 from hla_jax.models import ouro
 from hla_jax.training import uptrain
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 @dataclasses.dataclass(frozen=True)

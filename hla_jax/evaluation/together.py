@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import Array
 
 from hla_jax.attention.scheme import Attention, Cache, Transform
 from hla_jax.config import OuroConfig
 from hla_jax.models import ouro
 from hla_jax.models.ouro import LayerInputs, Stage
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 def prefill_hidden(

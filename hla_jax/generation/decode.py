@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jax import Array
 
 from hla_jax.attention.scheme import Attention, Cache
 from hla_jax.config import OuroConfig
 from hla_jax.generation.sampling import Sampling, sample
 from hla_jax.models import ouro
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int, Key
 
 
 @functools.partial(jax.jit, static_argnames=("config", "capacity"))

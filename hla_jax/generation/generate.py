@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jax import Array
 
 from hla_jax.attention.scheme import Attention
 from hla_jax.generation import decode
 from hla_jax.generation.sampling import Sampling, request_keys
 from hla_jax.model import Model, token_batch
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 Prompt = str | Sequence[int]
 

@@ -5,10 +5,14 @@ request.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jax import Array
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int, Key
 
 
 @dataclasses.dataclass(frozen=True)

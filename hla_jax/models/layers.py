@@ -6,10 +6,14 @@ Weights keep the Hugging Face layout [out, in]. Shapes: B batch, S tokens, d hid
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import Array
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 # Tokens whose MLP is computed at once: bounds the [B, S, intermediate] temporaries of a long prompt.
 MLP_BLOCK = 2048

@@ -11,15 +11,18 @@ Shapes: B batch, S tokens, V vocabulary, d hidden size, L layers, T loops, H hea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax import Array
 
 from hla_jax.config import OuroConfig
 from hla_jax.models import layers, weights
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 Params = dict[str, Any]
 
@@ -35,7 +38,8 @@ class LayerInputs(NamedTuple):
     layer: Int[Array, ""]
 
 
-Attend = Callable[[Any, LayerInputs], tuple[Float[Array, "B S H dh"], Any]]
+Attend = Callable[[Any, LayerInputs], tuple[Array, Any]]
+"""(state, inputs) -> (heads' output [B, S, H, dh], next state)."""
 
 
 class Stage(NamedTuple):
@@ -115,7 +119,7 @@ def logits(params: Params, hidden: Float[Array, "... d"]) -> Float[Array, "... V
     return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=layers.accumulation_dtype(hidden.dtype))
 
 
-def gate_logits(params: Params, hidden: Float[Array, "... d"]) -> Float[Array, ...]:
+def gate_logits(params: Params, hidden: Float[Array, "... d"]) -> Float[Array, "..."]:
     """Logit of stopping after each loop, in float32."""
     gate = params["early_exit_gate"]
     out = layers.linear(hidden, gate["weight"]) + gate["bias"]

@@ -16,19 +16,21 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import PRNGKeyArray
 
 from hla_jax import tensor_files
 from hla_jax.attention_files import is_map
 from hla_jax.config import OuroConfig
 from hla_jax.tensor_files import PendingTensor, StoredTensor, WeightsError
+
+if TYPE_CHECKING:
+    from jaxtyping import PRNGKeyArray
 
 Params = dict[str, Any]
 Start = Literal["normal", "embedding", "one", "post_norm", "zero"]
@@ -133,8 +135,15 @@ def shardings(config: OuroConfig, mesh: Mesh, rules: Mapping[str, str] = AXIS_RU
     return _tree(config, lambda row: NamedSharding(mesh, PartitionSpec(*map(place, row.axes, row.shape(config)))))
 
 
-def init_params(config: OuroConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32, *, embedding_std: float = 0.02,
-                matrix_std: float | None = None, post_norm_gain: float = 1.0) -> Params:
+def init_params(
+    config: OuroConfig,
+    key: PRNGKeyArray,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    embedding_std: float = 0.02,
+    matrix_std: float | None = None,
+    post_norm_gain: float = 1.0,
+) -> Params:
     """Random parameters: normal matrices, norm weights 1, gate bias 0.
 
     Args:
@@ -154,16 +163,31 @@ def init_params(config: OuroConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.fl
     return _tree(config, start)
 
 
-def start_moments(row: Parameter, config: OuroConfig, embedding_std: float = 0.02, matrix_std: float | None = None,
-                  post_norm_gain: float = 1.0) -> tuple[float, float]:
+def start_moments(
+    row: Parameter,
+    config: OuroConfig,
+    embedding_std: float = 0.02,
+    matrix_std: float | None = None,
+    post_norm_gain: float = 1.0,
+) -> tuple[float, float]:
     """Mean and standard deviation of a parameter at random initialisation; arguments as in `init_params`."""
     matrix = 1 / math.sqrt(row.shape(config)[-1]) if matrix_std is None else matrix_std
-    return {"normal": (0.0, matrix), "embedding": (0.0, embedding_std), "one": (1.0, 0.0),
-            "post_norm": (post_norm_gain, 0.0), "zero": (0.0, 0.0)}[row.start]
+    return {
+        "normal": (0.0, matrix),
+        "embedding": (0.0, embedding_std),
+        "one": (1.0, 0.0),
+        "post_norm": (post_norm_gain, 0.0),
+        "zero": (0.0, 0.0),
+    }[row.start]
 
 
-def load_params(directory: str | os.PathLike[str], config: OuroConfig, dtype: DTypeLike | None = None,
-                mesh: Mesh | None = None, rules: Mapping[str, str] = AXIS_RULES) -> Params:
+def load_params(
+    directory: str | os.PathLike[str],
+    config: OuroConfig,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    rules: Mapping[str, str] = AXIS_RULES,
+) -> Params:
     """Reads a model's parameters from a Hugging Face directory, tensor by tensor into their final buffers.
 
     Args:
@@ -192,8 +216,12 @@ def load_params(directory: str | os.PathLike[str], config: OuroConfig, dtype: DT
     return _tree(config, lambda row: arrays[row.path])
 
 
-def save_params(params: Params, config: OuroConfig, directory: str | os.PathLike[str],
-                max_shard_bytes: int = tensor_files.MAX_SHARD_BYTES) -> None:
+def save_params(
+    params: Params,
+    config: OuroConfig,
+    directory: str | os.PathLike[str],
+    max_shard_bytes: int = tensor_files.MAX_SHARD_BYTES,
+) -> None:
     """Writes parameters and `config.json` as a new Hugging Face directory, with one shard in memory at a time.
 
     Raises:
@@ -238,6 +266,9 @@ def _drop_redundant_head(stored: dict[str, StoredTensor]) -> None:
         return
     blocks = [(slice(row, row + 4096),) for row in range(0, head.shape[0], 4096)]
     if (head.shape, head.dtype) != (embedding.shape, embedding.dtype) or any(
-            head.read(block).tobytes() != embedding.read(block).tobytes() for block in blocks):
-        raise WeightsError(f"{head.file}: config.json says tie_word_embeddings: expected no lm_head.weight or one "
-                           "identical to model.embed_tokens.weight, found a different one")
+        head.read(block).tobytes() != embedding.read(block).tobytes() for block in blocks
+    ):
+        raise WeightsError(
+            f"{head.file}: config.json says tie_word_embeddings: expected no lm_head.weight or one "
+            "identical to model.embed_tokens.weight, found a different one"
+        )

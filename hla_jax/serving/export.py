@@ -13,8 +13,15 @@ from hla_jax.model import Model
 from hla_jax.models import weights
 
 _COPIED = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
 )
 
 
@@ -22,8 +29,15 @@ class ExportError(ValueError):
     """A model and a scheme cannot be written in the interchange format, or not there."""
 
 
-def export(model: Model, attention: Attention | None, directory: str | os.PathLike[str], maps_only: bool = False, *,
-           base_id: str | None = None, overwrite: bool = False) -> None:
+def export(
+    model: Model,
+    attention: Attention | None,
+    directory: str | os.PathLike[str],
+    maps_only: bool = False,
+    *,
+    base_id: str | None = None,
+    overwrite: bool = False,
+) -> None:
     """Writes a model with the maps of a scheme in the interchange format.
 
     The directory appears complete or not at all. Tensors keep their dtypes; tokenizer files and generation_config.json
@@ -67,8 +81,10 @@ def _scheme_entry(model: Model, attention: Attention) -> dict[str, object]:
     scheme, name = attention.scheme, attention.scheme.interchange
     if name is None:
         if not isinstance(scheme, FullCache):
-            raise ExportError(f"{type(scheme).__name__} has no interchange format; expected the full cache or one of "
-                              f"{', '.join(attention_files.SCHEMES)}")
+            raise ExportError(
+                f"{type(scheme).__name__} has no interchange format; expected the full cache or one of "
+                f"{', '.join(attention_files.SCHEMES)}"
+            )
         return {}
     expected = {name: (model.config.num_layers, *shape) for name, shape in scheme.map_shapes(model.config).items()}
     found = {name: tuple(stack.shape) for name, stack in attention.params.items()}
@@ -78,8 +94,13 @@ def _scheme_entry(model: Model, attention: Attention) -> dict[str, object]:
     return {"architectures": [f"Ouro{name.upper()}ForCausalLM"], f"{name}_config": scheme.to_config()}
 
 
-def _base_entry(model: Model, tensors: dict[str, tensor_files.PendingTensor], attention: Attention,
-                target: pathlib.Path, base_id: str | None) -> dict[str, str]:
+def _base_entry(
+    model: Model,
+    tensors: dict[str, tensor_files.PendingTensor],
+    attention: Attention,
+    target: pathlib.Path,
+    base_id: str | None,
+) -> dict[str, str]:
     """The base model of a maps-only export, once its files are known to be the weights that the maps go with."""
     if attention.scheme.interchange is None:
         raise ExportError("maps_only needs a scheme with maps, found the full cache")

@@ -11,16 +11,19 @@ import json
 import pathlib
 import warnings
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental import multihost_utils
-from jaxtyping import Array, PyTree, UInt32
 from orbax.checkpoint import v1 as ocp
 
-TrainingState = TypeVar("TrainingState", bound=PyTree)
+if TYPE_CHECKING:
+    from jaxtyping import PyTree, UInt32
+
+TrainingState = TypeVar("TrainingState", bound=Any)
 
 
 class CheckpointError(RuntimeError):

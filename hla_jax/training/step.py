@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int32, Key, PyTree
+from jax import Array
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int32, Key, PyTree
 
 Metrics = dict[str, Any]
 

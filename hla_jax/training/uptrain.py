@@ -12,11 +12,11 @@ import functools
 import itertools
 import pathlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jax import Array
 
 from hla_jax.attention.capture import attention_inputs
 from hla_jax.attention.full import rotate_qk
@@ -37,6 +37,9 @@ from hla_jax.training import loop
 from hla_jax.training.loop import LoopConfig
 from hla_jax.training.optimizer import OptimizerConfig, adamw
 from hla_jax.training.step import Loss, Metrics, TrainState, init, make_step
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int, Key
 
 Maps = dict[str, Array]
 Batch = dict[str, Array]
@@ -192,7 +195,7 @@ def _each_layer(
     return jax.lax.map(one_layer, (maps, params["layers"], jnp.moveaxis(h, 1, 0)))
 
 
-def _over_layers(x: Float[Array, "L ..."]) -> Float[Array, ...]:
+def _over_layers(x: Float[Array, "L ..."]) -> Float[Array, "..."]:
     return jnp.mean(x, axis=0)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from jaxtyping import Array, Float, Int
+from jax import Array
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 class Fitted(NamedTuple):

@@ -8,13 +8,17 @@ gradients by the cotangent.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import Array
 
 from hla_jax.kernels.attention_match import Fitted, Fixed, reference
 from hla_jax.kernels.attention_match.reference import Match
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 # Scores of one block, in numbers over all sequences and heads.
 BLOCK_NUMBERS = 1 << 22

@@ -6,13 +6,16 @@ the latent.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import Array
 
 from hla_jax.kernels.attention_match import Fitted, Fixed
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 class Match(NamedTuple):

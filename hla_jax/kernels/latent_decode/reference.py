@@ -6,10 +6,13 @@ sizes of a stored key and value, W window, G key-value heads, dh head size.
 
 from __future__ import annotations
 
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax import Array
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
 
 
 class Window(NamedTuple):
