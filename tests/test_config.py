@@ -5,11 +5,22 @@ import json
 import pytest
 
 from hla_jax.config import OURO_1P4B, OURO_2P6B, ConfigError, OuroConfig
-from tests.tiny import GOLDEN, GOLDEN_MODELS
+from tiny import GOLDEN, GOLDEN_MODELS
 
 RAW = json.loads((GOLDEN / "ouro-tiny-gqa" / "config.json").read_text())
-REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rope_theta",
-            "num_key_value_heads", "total_ut_steps", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "rope_theta",
+    "num_key_value_heads",
+    "total_ut_steps",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
 
 
 def without(*keys, **changes):
@@ -54,28 +65,31 @@ def test_missing_key_is_named(key, how):
         OuroConfig.from_dict(without(key) if how == "absent" else RAW | {key: None}, "somewhere.json")
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"model_type": "llama"}, "model_type must be 'ouro', found 'llama'"),
-    ({"total_ut_steps": 0}, "total_ut_steps must be at least 1, found 0"),
-    ({"total_ut_steps": "4"}, "total_ut_steps must be an integer, found '4'"),
-    ({"hidden_size": 64.5}, "hidden_size must be an integer, found 64.5"),
-    ({"hidden_size": float("inf")}, "hidden_size must be an integer, found inf"),
-    ({"vocab_size": True}, "vocab_size must be an integer, found True"),
-    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number"),
-    ({"tie_word_embeddings": 0}, "tie_word_embeddings must be true or false, found 0"),
-    ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, found 4 and 3"),
-    ({"head_dim": 15}, "head_dim must be even .* found 15"),
-    ({"rope_theta": -1.0}, "rope_theta must be a positive number"),
-    ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta is 10000.0 but rope_parameters.rope_theta is 5.0"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, "only unscaled rotary embeddings .*yarn"),
-    ({"rope_scaling": {"type": "linear", "factor": 2}}, "only unscaled rotary embeddings .*linear"),
-    ({"hidden_act": "gelu"}, "hidden_act must be 'silu', found 'gelu'"),
-    ({"use_sliding_window": True}, "use_sliding_window"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must all be 'full_attention'"),
-    ({"num_hidden_layers": 32}, "layer_types names 2 layers, num_hidden_layers says 32"),
-    ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
-    ({"pad_token_id": -1}, "pad_token_id must be a token id"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type must be 'ouro', found 'llama'"),
+        ({"total_ut_steps": 0}, "total_ut_steps must be at least 1, found 0"),
+        ({"total_ut_steps": "4"}, "total_ut_steps must be an integer, found '4'"),
+        ({"hidden_size": 64.5}, "hidden_size must be an integer, found 64.5"),
+        ({"hidden_size": float("inf")}, "hidden_size must be an integer, found inf"),
+        ({"vocab_size": True}, "vocab_size must be an integer, found True"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number"),
+        ({"tie_word_embeddings": 0}, "tie_word_embeddings must be true or false, found 0"),
+        ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, found 4 and 3"),
+        ({"head_dim": 15}, "head_dim must be even .* found 15"),
+        ({"rope_theta": -1.0}, "rope_theta must be a positive number"),
+        ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta is 10000.0 but rope_parameters.rope_theta is 5.0"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, "only unscaled rotary embeddings .*yarn"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "only unscaled rotary embeddings .*linear"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', found 'gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must all be 'full_attention'"),
+        ({"num_hidden_layers": 32}, "layer_types names 2 layers, num_hidden_layers says 32"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
+        ({"pad_token_id": -1}, "pad_token_id must be a token id"),
+    ],
+)
 def test_bad_value_is_refused(changes, message):
     with pytest.raises(ConfigError, match=f"^c.json: {message}"):
         OuroConfig.from_dict(RAW | changes, "c.json")

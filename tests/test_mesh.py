@@ -1,16 +1,18 @@
 """On eight (virtual) devices with the weights spread over them, everything computes what one device computes."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
+TESTS = pathlib.Path(__file__).parent
 SCRIPT = """
 import jax, numpy as np
 from jax.sharding import AxisType
 import hla_jax
 from hla_jax.models import weights
 from hla_jax.training import uptrain
-from tests.tiny import tiny_config, tiny_params, tiny_tokens
+from tiny import tiny_config, tiny_params, tiny_tokens
 
 config = tiny_config(num_heads=8, num_kv_heads=8)
 directory = sys.argv[1]
@@ -36,6 +38,10 @@ jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4)
 
 
 def test_eight_devices_equal_one(tmp_path):
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
+    }
     script = f"import sys\n{SCRIPT}"
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "model")], check=True, env=environment, timeout=300)

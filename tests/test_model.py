@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import TOLERANCE, full_rank_hla, golden, random_hla, tiny_config, tiny_params, tiny_tokens
 
 import hla_jax
 from hla_jax.attention.full import FullCache
 from hla_jax.attention.scheme import Attention
 from hla_jax.attention.shared import SharedLoop
 from hla_jax.model import Model, forward, forward_swapped
+from tiny import TOLERANCE, full_rank_hla, golden, random_hla, tiny_config, tiny_params, tiny_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -37,7 +37,10 @@ def refused(path, *parts):
 def test_lists_and_reads_shards(shards):
     tensors = open_tensors(shards)
     assert {name: (t.file.name, t.dtype, t.shape) for name, t in tensors.items()} == {
-        "a": (A, "F32", (2, 3)), "b": (A, "F16", (2,)), "c": (B, "F32", (1, 4))}
+        "a": (A, "F32", (2, 3)),
+        "b": (A, "F16", (2,)),
+        "c": (B, "F32", (1, 4)),
+    }
     np.testing.assert_array_equal(tensors["a"].read(), [[0, 1, 2], [3, 4, 5]])
     np.testing.assert_array_equal(tensors["a"].read((slice(1, 2), slice(None, 2))), [[3, 4]])
 
@@ -69,13 +72,16 @@ def test_index_may_not_leave_the_directory(shards):
     refused(shards, INDEX, "../other.safetensors")
 
 
-@pytest.mark.parametrize(("weight_map", "message"), [
-    ({"a": A, "c": B}, f"tensor b expected in none, found in {A}"),
-    ({"a": A, "b": A, "c": B, "d": B}, f"tensor d expected in {B}, found in none"),
-    ({"a": B, "b": A, "c": B}, f"tensor a expected in {B}, found in {A}"),
-    ({"a": 1}, "weight_map must map"),
-    ([], "weight_map must map"),
-])
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": A, "c": B}, f"tensor b expected in none, found in {A}"),
+        ({"a": A, "b": A, "c": B, "d": B}, f"tensor d expected in {B}, found in none"),
+        ({"a": B, "b": A, "c": B}, f"tensor a expected in {B}, found in {A}"),
+        ({"a": 1}, "weight_map must map"),
+        ([], "weight_map must map"),
+    ],
+)
 def test_index_that_contradicts_its_shards(shards, weight_map, message):
     write_index(shards, weight_map)
     refused(shards, INDEX, message)
@@ -86,9 +92,14 @@ def test_pickled_weights_are_never_read(tmp_path):
     refused(tmp_path, "pickled", "convert")
 
 
-@pytest.mark.parametrize(("files", "message"), [
-    ([], f"expected {SINGLE} or {INDEX}, found neither"), ([A, B], f"has shards but no {INDEX}"),
-    ([SINGLE, INDEX], "remove the one that is stale")])
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], f"expected {SINGLE} or {INDEX}, found neither"),
+        ([A, B], f"has shards but no {INDEX}"),
+        ([SINGLE, INDEX], "remove the one that is stale"),
+    ],
+)
 def test_unclear_directories(tmp_path, files, message):
     for file in files:
         (tmp_path / file).touch()

@@ -7,17 +7,20 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from hla_jax.tokenizer import TokenizerError, encode_chat, has_tokenizer, load_tokenizer, stop_tokens
-from tests.tiny import tiny_config
+from tiny import tiny_config
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 USER = [{"role": "user", "content": "Hi"}]
-THINKING = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-            "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}")
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
 
 
 @pytest.fixture
 def make(tmp_path):
     """Writes a byte-level tokenizer without merges, and whatever files are given beside it."""
+
     def write(special=SPECIAL, **files):
         vocab = {token: number for number, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -28,6 +31,7 @@ def make(tmp_path):
         for name, content in files.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
         return tmp_path
+
     return write
 
 
@@ -48,13 +52,16 @@ def test_named_pad_is_kept(make):
     assert load_tokenizer(make(tokenizer_config={"pad_token": "<|im_end|>"})).pad_token_id == 2
 
 
-@pytest.mark.parametrize(("config_eos", "generation", "tokenizer_config", "expected"), [
-    ((0,), None, {"chat_template": "{{ messages }}"}, (0,)),
-    ((0,), None, {"eos_token": "<|im_end|>", "chat_template": "{{ messages }}"}, (0, 2)),
-    ((0,), {"eos_token_id": [0, 1]}, {"eos_token": "<|im_end|>"}, (0, 1, 2)),
-    ((), {"eos_token_id": 1}, {"chat_template": "{{ messages }}"}, (1,)),
-    ((0,), None, {}, (0, 2)),  # the default template is ChatML, whose turns end with <|im_end|>
-])
+@pytest.mark.parametrize(
+    ("config_eos", "generation", "tokenizer_config", "expected"),
+    [
+        ((0,), None, {"chat_template": "{{ messages }}"}, (0,)),
+        ((0,), None, {"eos_token": "<|im_end|>", "chat_template": "{{ messages }}"}, (0, 2)),
+        ((0,), {"eos_token_id": [0, 1]}, {"eos_token": "<|im_end|>"}, (0, 1, 2)),
+        ((), {"eos_token_id": 1}, {"chat_template": "{{ messages }}"}, (1,)),
+        ((0,), None, {}, (0, 2)),  # the default template is ChatML, whose turns end with <|im_end|>
+    ],
+)
 def test_stops_at_every_end_that_is_named(make, config_eos, generation, tokenizer_config, expected):
     files = {"tokenizer_config": tokenizer_config} | ({"generation_config": generation} if generation else {})
     assert stop_tokens(tiny_config(eos_token_ids=config_eos), make(**files)) == expected
@@ -69,8 +76,10 @@ def test_stops_without_a_tokenizer(tmp_path):
 def test_default_template_is_chatml_with_the_releases_system_message(make):
     tokenizer = load_tokenizer(make())
     tokens = encode_chat(tokenizer, USER)
-    assert tokenizer.decode(tokens) == ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-                                        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(tokens) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert tokens[0] == 1
     own = [{"role": "system", "content": "Be brief."}, *USER]
     assert tokenizer.decode(encode_chat(tokenizer, own)).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
@@ -82,7 +91,8 @@ def test_template_of_the_checkpoint_is_kept(make, where):
     (directory / where).write_text(json.dumps({"chat_template": THINKING}) if where.endswith("json") else THINKING)
     tokenizer = load_tokenizer(directory)
     assert tokenizer.decode(encode_chat(tokenizer, USER)) == (
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n")
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )
 
 
 def test_no_template_without_turn_tokens(make):

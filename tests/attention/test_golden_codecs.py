@@ -5,13 +5,13 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import GOLDEN_MODELS, TOLERANCE, golden
 
 from hla_jax.attention.full import FullCache
 from hla_jax.attention.scheme import Attention
 from hla_jax.attention.shared import SharedLoop
 from hla_jax.generation.generate import decode_forced
 from hla_jax.model import Model
+from tiny import GOLDEN_MODELS, TOLERANCE, golden
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny import full_rank_hla, random_hla, tiny_config, tiny_params, tiny_tokens
 
 from hla_jax.attention.hla import HLA, rotate_latent
 from hla_jax.attention.scheme import SchemeError
@@ -16,6 +15,7 @@ from hla_jax.generation import decode
 from hla_jax.generation.generate import decode_forced
 from hla_jax.model import Model, forward, forward_swapped
 from hla_jax.models.layers import inverse_frequencies, rotate
+from tiny import full_rank_hla, random_hla, tiny_config, tiny_params, tiny_tokens
 
 LENGTH, PROMPT = 14, 5
 
@@ -34,7 +34,9 @@ def test_full_rank_without_window_is_exact_attention(loops, kv_heads, shuffle, x
 
 
 def test_wrong_maps_show(x64):
-    """The identity is sensitive: maps of another pair order, loop or head change the logits far beyond its tolerance."""
+    """The identity is sensitive: maps of another pair order, loop or head change the logits far beyond its
+    tolerance.
+    """
     config = tiny_config()
     params = tiny_params(config, "float64")
     model, tokens = Model(config, params), tiny_tokens(config, 2, LENGTH)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_config
 
 from hla_jax.attention.full import FullCache
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import SchemeError, new_token, put_tokens, store_token
 from hla_jax.attention.shared import SharedLoop
 from hla_jax.config import OURO_1P4B, OURO_2P6B
+from tiny import tiny_config
 
 KIB, MIB = 1 << 10, 1 << 20
 PAPER = HLA(rank_k=512, rank_v=512, rank_loop1=256, window=128)

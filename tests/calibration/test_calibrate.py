@@ -1,4 +1,6 @@
-"""Calibration: agreement with an independent oracle, exactness at full rank, and independence of how the data is streamed."""
+"""Calibration: agreement with an independent oracle, exactness at full rank, and independence of how the data is
+streamed.
+"""
 
 import dataclasses
 
@@ -6,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.tiny import GOLDEN_MODELS, golden, tiny_config, tiny_params, tiny_tokens
 
 from hla_jax.attention.capture import attention_inputs
 from hla_jax.attention.full import FullCache
@@ -16,6 +17,7 @@ from hla_jax.calibration import moments, principal
 from hla_jax.calibration.calibrate import calibrate
 from hla_jax.generation.generate import decode_forced
 from hla_jax.model import Model
+from tiny import GOLDEN_MODELS, golden, tiny_config, tiny_params, tiny_tokens
 
 SIZE = tiny_config().head_dim
 

@@ -10,7 +10,7 @@ from experiments.measure_load import measure
 from experiments.random_checkpoint import write_checkpoint
 from hla_jax.config import OuroConfig
 from hla_jax.models import weights
-from tests.tiny import tiny_config
+from tiny import tiny_config
 
 
 def test_random_checkpoint_loads(tmp_path):
@@ -20,7 +20,7 @@ def test_random_checkpoint_loads(tmp_path):
     assert OuroConfig.from_directory(tmp_path / "a") == config
     params = weights.load_params(tmp_path / "a", config)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
-    assert np.std(params["layers"]["q_proj"].astype("float32")) == pytest.approx(64 ** -0.5, rel=0.05)
+    assert np.std(params["layers"]["q_proj"].astype("float32")) == pytest.approx(64**-0.5, rel=0.05)
     assert not np.array_equal(params["layers"]["q_proj"][0], params["layers"]["q_proj"][1])
     np.testing.assert_array_equal(params["norm"], 1)
 

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import random_hla, tiny_config, tiny_params, tiny_tokens
 
 from hla_jax.attention.full import FullCache
 from hla_jax.attention.scheme import Attention
@@ -13,6 +12,7 @@ from hla_jax.generation import decode
 from hla_jax.generation.sampling import Sampling, request_keys
 from hla_jax.model import Model, forward
 from hla_jax.models import weights
+from tiny import random_hla, tiny_config, tiny_params, tiny_tokens
 
 CAPACITY, NEW = 13, 4
 LENGTHS = jnp.asarray([9, 2, 6])

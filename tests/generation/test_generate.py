@@ -5,12 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import GOLDEN_MODELS, golden, random_hla, tiny_config, tiny_params, tiny_tokens
 
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention, SchemeError
 from hla_jax.generation.generate import decode_forced, generate, unpad
 from hla_jax.model import Model
+from tiny import GOLDEN_MODELS, golden, random_hla, tiny_config, tiny_params, tiny_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

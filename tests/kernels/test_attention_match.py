@@ -71,7 +71,9 @@ def test_blocks_agree_with_the_reference_in_value_and_gradient(
 
 
 def test_memory_is_linear_in_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporary bytes of value and gradient, as XLA plans them: four times the tokens take four times the memory, not sixteen."""
+    """Temporary bytes of value and gradient, as XLA plans them: four times the tokens take four times the memory, not
+    sixteen.
+    """
     monkeypatch.setattr(blockwise, "BLOCK_NUMBERS", 1 << 16)
 
     def temporary_bytes(tokens: int) -> int:

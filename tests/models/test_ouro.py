@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny import GOLDEN_MODELS, TOLERANCE, golden, tiny_config, tiny_params, tiny_tokens
 
 from hla_jax.attention.full import exact_stages
 from hla_jax.models import layers, ouro
+from tiny import GOLDEN_MODELS, TOLERANCE, golden, tiny_config, tiny_params, tiny_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from hla_jax.config import OURO_1P4B, OURO_2P6B, OuroConfig
 from hla_jax.models import weights
 from hla_jax.tensor_files import WeightsError
-from tests.tiny import GOLDEN, GOLDEN_MODELS, tiny_config
+from tiny import GOLDEN, GOLDEN_MODELS, tiny_config
 
 GQA = GOLDEN / "ouro-tiny-gqa"
 
@@ -106,8 +106,13 @@ def test_save_after_load_is_bit_identical(name, tmp_path):
 
 
 @hypothesis.settings(max_examples=12, deadline=None)
-@hypothesis.given(dtype=st.sampled_from(["float32", "float16", "bfloat16"]), shard=st.sampled_from([1, 5_000, 1 << 30]),
-                  tied=st.booleans(), layers=st.integers(1, 3), kv_heads=st.sampled_from([1, 2, 4]))
+@hypothesis.given(
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    shard=st.sampled_from([1, 5_000, 1 << 30]),
+    tied=st.booleans(),
+    layers=st.integers(1, 3),
+    kv_heads=st.sampled_from([1, 2, 4]),
+)
 def test_round_trip(tmp_path_factory, dtype, shard, tied, layers, kv_heads):
     directory = tmp_path_factory.mktemp("round") / "trip"
     config = tiny_config(num_layers=layers, num_kv_heads=kv_heads, tie_word_embeddings=tied)
@@ -174,13 +179,19 @@ GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.we
 # Planted faults: what is done to the checkpoint, and what the one error must name.
 FAULTS = {
     "missing": (lambda t: t.pop(UP), [f"missing tensors {UP}", "27 tensors", "found 26"]),
-    "unknown": (lambda t: t.update({"model.extra.weight": np.zeros(3, np.float32)}),
-                ["model.safetensors", "unknown tensors model.extra.weight", "27 tensors", "found 28"]),
-    "another depth": (lambda t: t.update({k.replace("layers.1", "layers.2"): t[k] for k in t if "layers.1" in k}),
-                      ["unknown tensors model.layers.2.", "and 8 more", "27 tensors", "found 38"]),
+    "unknown": (
+        lambda t: t.update({"model.extra.weight": np.zeros(3, np.float32)}),
+        ["model.safetensors", "unknown tensors model.extra.weight", "27 tensors", "found 28"],
+    ),
+    "another depth": (
+        lambda t: t.update({k.replace("layers.1", "layers.2"): t[k] for k in t if "layers.1" in k}),
+        ["unknown tensors model.layers.2.", "and 8 more", "27 tensors", "found 38"],
+    ),
     "transposed": (lambda t: t.update({GATE: t[GATE].T.copy()}), ["model.safetensors", GATE, "[176, 64]", "[64, 176]"]),
-    "integer": (lambda t: t.update({"model.norm.weight": np.ones(64, np.int32)}),
-                ["model.safetensors", "model.norm.weight", "BF16", "found I32"]),
+    "integer": (
+        lambda t: t.update({"model.norm.weight": np.ones(64, np.int32)}),
+        ["model.safetensors", "model.norm.weight", "BF16", "found I32"],
+    ),
     "mixed": (lambda t: t.update({UP: t[UP].astype(np.float16)}), [UP, "dtype F32", "found F16", "give a dtype"]),
 }
 
@@ -197,18 +208,23 @@ def test_prefixed_names_get_one_error(checkpoint, prefix):
     def change(tensors):
         for name in list(tensors):
             tensors[prefix + name] = tensors.pop(name)
+
     rewrite(checkpoint, change)
     refused(checkpoint, "model.safetensors", f"carry the prefix {prefix!r}", f"found {prefix}")
 
 
-@pytest.mark.parametrize(("change_name", "message"), [
-    (lambda name: name.replace("mlp.", "mlp._fsdp_wrapped_module."), "carry the prefix '_fsdp_wrapped_module.'"),
-    (lambda name: name.removeprefix("model."), "lack the prefix 'model.'"),
-])
+@pytest.mark.parametrize(
+    ("change_name", "message"),
+    [
+        (lambda name: name.replace("mlp.", "mlp._fsdp_wrapped_module."), "carry the prefix '_fsdp_wrapped_module.'"),
+        (lambda name: name.removeprefix("model."), "lack the prefix 'model.'"),
+    ],
+)
 def test_other_renamings_get_one_error(checkpoint, change_name, message):
     def change(tensors):
         for name in list(tensors):
             tensors[change_name(name)] = tensors.pop(name)
+
     rewrite(checkpoint, change)
     refused(checkpoint, message)
 
@@ -239,7 +255,7 @@ def test_initialisation_has_the_moments_asked_for(std):
     config = tiny_config(vocab_size=500, hidden_size=64, num_heads=8, intermediate_size=200)
     params = weights.init_params(config, jax.random.key(0), embedding_std=std, post_norm_gain=0.3)
     assert np.std(params["embed_tokens"]) == pytest.approx(std, rel=0.02)
-    assert np.std(params["layers"]["down_proj"]) == pytest.approx(200 ** -0.5, rel=0.02)
+    assert np.std(params["layers"]["down_proj"]) == pytest.approx(200**-0.5, rel=0.02)
     for norm in ("input_layernorm", "post_attention_layernorm"):
         np.testing.assert_array_equal(params["layers"][norm], 1)
         np.testing.assert_array_equal(params["layers"][f"{norm}_2"], np.float32(0.3))
@@ -255,7 +271,8 @@ def test_trees_have_one_structure():
     assert jax.eval_shape(lambda: params) == weights.abstract_params(config, "bfloat16")
     axes = traverse_util.flatten_dict(weights.logical_axes(config))
     assert {path: len(names) for path, names in axes.items()} == {
-        path: leaf.ndim for path, leaf in traverse_util.flatten_dict(params).items()}
+        path: leaf.ndim for path, leaf in traverse_util.flatten_dict(params).items()
+    }
 
 
 def test_shardings_never_split_a_head():
@@ -298,8 +315,11 @@ print("sharded", jax.device_count())
 
 def test_loads_onto_a_mesh_really_sharded(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    run = subprocess.run([sys.executable, "-c", _ON_A_MESH, str(GOLDEN / "ouro-tiny"), str(tmp_path / "saved")],
-                         capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", _ON_A_MESH, str(GOLDEN / "ouro-tiny"), str(tmp_path / "saved")],
+        capture_output=True,
+        text=True,
+    )
     assert run.stdout == "sharded 8\n", run.stderr
     before, after = read_files(GOLDEN / "ouro-tiny"), read_files(tmp_path / "saved")
     assert all(same_bits(before[key], after[key]) for key in before | after)

@@ -18,7 +18,7 @@ from hla_jax.recipes import uptrain
 from hla_jax.training.loop import LoopConfig
 from hla_jax.training.optimizer import OptimizerConfig
 from hla_jax.training.uptrain import UptrainConfig
-from tests.tiny import tiny_config
+from tiny import tiny_config
 
 CONFIG = tiny_config(vocab_size=1024, num_loops=2, num_layers=1, num_heads=2)
 

@@ -19,7 +19,7 @@ from hla_jax.model import Model, load
 from hla_jax.models import weights
 from hla_jax.serving.export import ExportError, export
 from hla_jax.tensor_files import WeightsError
-from tests.tiny import GOLDEN, golden
+from tiny import GOLDEN, golden
 
 
 @pytest.fixture
@@ -66,7 +66,11 @@ def test_exported_model_reads_back(model, attention, tmp_path, maps_only):
     assert found.scheme == attention.scheme
     assert OuroConfig.from_directory(tmp_path / "out") == model.config
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "generation_config.json",
+    }
 
 
 @pytest.mark.parametrize("maps_only", [False, True])
@@ -89,7 +93,12 @@ def test_config_says_the_scheme(model, attention, tmp_path):
     assert config["model_type"] == "ouro"
     assert config["architectures"] == ["OuroHLAForCausalLM"]
     assert config["hla_config"] == {
-        "rank_k": 32, "rank_v": 24, "rank_loop1": 16, "window": 5, "pair_frequency": list(pairs)}
+        "rank_k": 32,
+        "rank_v": 24,
+        "rank_loop1": 16,
+        "window": 5,
+        "pair_frequency": list(pairs),
+    }
     assert "base_model" not in config
     assert read_back(tmp_path / "out")[1].scheme == scheme
 
@@ -134,8 +143,11 @@ def test_fingerprint_is_the_documented_one(base):
 def test_fingerprint_ignores_files_and_maps(model, base, attention, tmp_path):
     weights.save_params(model.params, model.config, tmp_path / "sharded", 100_000)
     export(model, attention, tmp_path / "merged")
-    assert (attention_files.fingerprint(base) == attention_files.fingerprint(tmp_path / "sharded")
-            == attention_files.fingerprint(tmp_path / "merged"))
+    assert (
+        attention_files.fingerprint(base)
+        == attention_files.fingerprint(tmp_path / "sharded")
+        == attention_files.fingerprint(tmp_path / "merged")
+    )
 
 
 def test_maps_only_names_its_base(model, base, attention, tmp_path):
@@ -200,12 +212,15 @@ def test_overwrites_earlier_exports_only(model, base, attention, tmp_path):
     assert (base / "model.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"lla_config": {}}, "expected one scheme, found hla_config, lla_config"),
-    ({"hla_config": 3}, "hla_config must be an object, found 3"),
-    ({"base_model": {"path": "somewhere"}}, "base_model must have id or path, and sha256"),
-    ({"base_model": "somewhere"}, "base_model must have id or path, and sha256"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lla_config": {}}, "expected one scheme, found hla_config, lla_config"),
+        ({"hla_config": 3}, "hla_config must be an object, found 3"),
+        ({"base_model": {"path": "somewhere"}}, "base_model must have id or path, and sha256"),
+        ({"base_model": "somewhere"}, "base_model must have id or path, and sha256"),
+    ],
+)
 def test_contradicting_config_is_named(model, attention, tmp_path, change, message):
     export(model, attention, tmp_path / "out")
     config = tmp_path / "out" / "config.json"

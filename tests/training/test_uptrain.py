@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.tiny import full_rank_hla, random_hla, tiny_config, tiny_params, tiny_tokens
 
 from hla_jax.attention.capture import attention_inputs
 from hla_jax.kernels.attention_match import reference
 from hla_jax.training import uptrain
 from hla_jax.training.optimizer import OptimizerConfig, adamw
 from hla_jax.training.step import init, make_step
+from tiny import full_rank_hla, random_hla, tiny_config, tiny_params, tiny_tokens
 
 CONFIG = tiny_config()
 
