@@ -27,7 +27,6 @@ def dtype(request):
 @pytest.fixture
 def quick_compile():
     """Compiles without XLA's optimisations, at half the time: for tests that compile much and compute little."""
-    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", False)
