@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ import numpy as np
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention, Scheme
 from hla_jax.calibration import moments
-from hla_jax.calibration.moments import Sequences
-from hla_jax.calibration.principal import leading_eigenvectors, value_directions
+from hla_jax.calibration.moments import KeyMoments, Sequences, ValueMoments
+from hla_jax.calibration.principal import LARGEST_MOMENT, leading_eigenvectors, value_directions
 from hla_jax.config import OuroConfig
 from hla_jax.model import Model
 from hla_jax.models import ouro
@@ -40,52 +40,50 @@ def calibrate(
     scheme.check(model.config)
     if not scheme.map_shapes(model.config):
         return Attention(scheme)
-    maps = principal_maps(scheme, model.params, model.config, Sequences.of(sequences))
-    return Attention(scheme, {name: jnp.asarray(value, dtype) for name, value in maps.items()})
+    layers = principal_maps(scheme, model.params, model.config, Sequences.of(sequences))
+    maps = [{name: value.astype(dtype) for name, value in layer.items()} for layer in layers]
+    return Attention(scheme, {name: jnp.asarray(np.stack([layer[name] for layer in maps])) for name in maps[0]})
 
 
 @functools.singledispatch
 def principal_maps(
     scheme: Scheme, params: ouro.Params, config: OuroConfig, sequences: Sequences
-) -> dict[str, Float[np.ndarray, "L ..."]]:
-    """The initialisation of one scheme; `calibrate` calls it. Raises `TypeError` for a scheme that has none."""
+) -> Iterator[dict[str, Float[np.ndarray, "..."]]]:
+    """The initialisation of one scheme, layer by layer. Raises `TypeError` for a scheme that has none."""
     raise TypeError(f"no closed-form initialisation for {type(scheme).__name__}")
 
 
 @principal_maps.register(HLA)
 def hla_maps(
     scheme: HLA, params: ouro.Params, config: OuroConfig, sequences: Sequences
-) -> dict[str, Float[np.ndarray, "L ..."]]:
+) -> Iterator[dict[str, Float[np.ndarray, "..."]]]:
     """Principal components of keys per rotary frequency and of concatenated values (HLA, Appendix A)."""
-    half, heads, loops = config.head_dim // 2, config.num_kv_heads, config.num_loops
-    keys = [
-        moments.key_moments(params, config, sequences, group)
-        for group in moments.layer_groups(config, 8 * half * ((loops - 1) * heads) ** 2)
-    ]
-    rest_values = value_directions(params, config, sequences, range(1, loops), scheme.rank_v)
-    first_values = value_directions(params, config, sequences, range(1), scheme.rank_loop1)
+    rest, first = range(1, config.num_loops), range(1)
+    formed = [loops for loops in (rest, first) if len(loops) * config.num_kv_heads * config.head_dim <= LARGEST_MOMENT]
+    measures = [*(KeyMoments(config, loops) for loops in (rest, first)), *(ValueMoments(config, v) for v in formed)]
+    rest_keys, first_keys, *of_values = moments.measure(params, config, sequences, measures)
+    values = dict(zip(formed, of_values, strict=True))
+    directions = functools.partial(value_directions, params, config, sequences)
+    rest_values = directions(rest, scheme.rank_v, values.get(rest))
+    first_values = directions(first, scheme.rank_loop1, values.get(first))
     rest_pairs = pair_frequencies(config, scheme.rank_k, scheme.pair_frequency)
     first_pairs = pair_frequencies(config, scheme.rank_loop1, scheme.pair_frequency_loop1)
-    layers: list[dict[str, np.ndarray]] = []
-    for layer, (rest_keys, first_keys) in enumerate(zip(*(np.concatenate(part) for part in zip(*keys)), strict=True)):
+    for layer in range(config.num_layers):
         k_proj, v_proj = (np.asarray(params["layers"][name][layer], np.float64) for name in ("k_proj", "v_proj"))
-        write_k, read_q = key_maps(config, rest_keys, k_proj, rest_pairs)
-        write_k1, read_q1 = key_maps(config, first_keys, k_proj, first_pairs)
+        write_k, read_q = key_maps(config, rest_keys[layer], k_proj, rest_pairs)
+        write_k1, read_q1 = key_maps(config, first_keys[layer], k_proj, first_pairs)
         write_v, read_o = value_maps(config, rest_values[layer], v_proj)
         write_v1, read_o1 = value_maps(config, first_values[layer], v_proj)
-        layers.append(
-            {
-                "write_k": write_k,
-                "write_v": write_v,
-                "read_q": read_q,
-                "read_o": read_o,
-                "write_k1": write_k1[0],
-                "write_v1": write_v1[0],
-                "read_q1": read_q1[0],
-                "read_o1": read_o1[0],
-            }
-        )
-    return {name: np.stack([maps[name] for maps in layers]) for name in layers[0]}
+        yield {
+            "write_k": write_k,
+            "write_v": write_v,
+            "read_q": read_q,
+            "read_o": read_o,
+            "write_k1": write_k1[0],
+            "write_v1": write_v1[0],
+            "read_q1": read_q1[0],
+            "read_o1": read_o1[0],
+        }
 
 
 def pair_frequencies(config: OuroConfig, rank: int, chosen: tuple[int, ...] | None) -> Int[np.ndarray, " pairs"]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from hla_jax.models import ouro
 from hla_jax.models.layers import accumulation_dtype, linear
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
 # Bytes of captured attention inputs of one micro-batch, and of the sums of one group of layers.
 CAPTURE_BYTES = 1 << 30
@@ -50,146 +51,139 @@ class Sequences:
         return cls(tokens, np.asarray([len(row) for row in rows], np.int32))
 
 
-Accumulate = Callable[[Any, Array, Array, dict[str, Array]], Any]
-"""(sums of one layer, its attention inputs [T, N, d], which tokens count [N], its projections) -> sums."""
+class Measure(Protocol):
+    """A sum over tokens that is kept for every layer. Implementations are frozen dataclasses, static under
+    `jax.jit`.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the sum of one layer."""
+        ...
+
+    def __call__(
+        self, h: Float[Array, "T N d"], counted: Bool[Array, " N"], projections: dict[str, Array], operand: Any
+    ) -> Array:
+        """What the tokens of one layer add: its attention inputs, which of them count, its key and value projections,
+        and the measure's own operand for the layer.
+        """
+        ...
 
 
-def stream(
+@dataclasses.dataclass(frozen=True)
+class KeyMoments:
+    """Sigma_f = sum_j K_f K_f^T of every rotary frequency f over both coordinates (HLA, Appendix A): [F, P, P], with
+    the P key pairs of `loops` in the order loop, head.
+    """
+
+    config: OuroConfig
+    loops: range
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        pairs = len(self.loops) * self.config.num_kv_heads
+        return self.config.head_dim // 2, pairs, pairs
+
+    def __call__(self, h, counted, projections, operand):
+        keys = linear(h[self.loops.start : self.loops.stop], projections["k_proj"]) * counted[None, :, None]
+        pairs = keys.reshape(*keys.shape[:2], self.config.num_kv_heads, 2, self.config.head_dim // 2)
+        stacked = jnp.moveaxis(pairs, 1, 0).reshape(h.shape[1], -1, 2, self.config.head_dim // 2)
+        return jnp.einsum("npcf,nqcf->fpq", stacked, stacked, preferred_element_type=accumulation_dtype(h.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueMoments:
+    """sum_j V_j V_j^T of the values of `loops` concatenated in the order loop, head, coordinate: [D, D]."""
+
+    config: OuroConfig
+    loops: range
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.loops) * self.config.num_kv_heads * self.config.head_dim,) * 2
+
+    def __call__(self, h, counted, projections, operand):
+        values = _joint_values(h, counted, projections, self.loops)
+        return jnp.einsum("nd,ne->de", values, values, preferred_element_type=accumulation_dtype(h.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueProducts:
+    """(sum_j V_j V_j^T) Q for the operand Q [D, k], without forming the moments: one step of subspace iteration."""
+
+    config: OuroConfig
+    loops: range
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.loops) * self.config.num_kv_heads * self.config.head_dim, self.width
+
+    def __call__(self, h, counted, projections, operand):
+        values = _joint_values(h, counted, projections, self.loops).astype(operand.dtype)
+        return values.T @ (values @ operand)
+
+
+def measure(
     params: ouro.Params,
     config: OuroConfig,
     sequences: Sequences,
-    layers: range,
-    accumulate: Accumulate,
-    sums: Any,
-    description: str,
-) -> Any:
-    """One pass over the sequences.
+    measures: Sequence[Measure],
+    operands: Sequence[Float[np.ndarray, "L ..."] | None] | None = None,
+) -> list[Float[np.ndarray, "L ..."]]:
+    """The sums of all measures over all tokens, for every layer, in one pass over the data for each group of layers.
 
-    Args:
-      params: the parameter tree.
-      config: sizes.
-      sequences: calibration data.
-      layers: the group of layers.
-      accumulate: adds one layer's tokens to its sums.
-      sums: initial sums, with a leading axis over `layers`.
-      description: label of the progress bar.
-
-    Returns:
-      The sums over all tokens.
+    `operands` has one for each measure that takes one.
     """
+    operands = operands or [None] * len(measures)
+    wide = accumulation_dtype(params["embed_tokens"].dtype)
+    numbers = sum(math.prod(each.shape) for each in measures)
+    size = int(np.clip(MOMENT_BYTES // (numbers * jnp.dtype(wide).itemsize), 1, config.num_layers))
+    groups = []
+    for start in range(0, config.num_layers, size):
+        layers = range(start, min(start + size, config.num_layers))
+        mine = jax.tree.map(lambda operand: operand[layers.start : layers.stop], list(operands))  # noqa: B023
+        sums = [jnp.zeros((len(layers), *each.shape), wide) for each in measures]
+        for tokens, lengths in _micro_batches(params, config, sequences, layers):
+            sums = _add(params, config, tokens, lengths, layers, tuple(measures), sums, mine)
+        groups.append([np.asarray(total) for total in sums])
+    return [np.concatenate(parts) for parts in zip(*groups, strict=True)]
+
+
+def _micro_batches(
+    params: ouro.Params, config: OuroConfig, sequences: Sequences, layers: range
+) -> Iterator[tuple[Int[np.ndarray, "b S"], Int[np.ndarray, " b"]]]:
     count, length = sequences.tokens.shape
     per_sequence = config.num_loops * len(layers) * length * config.hidden_size * params["embed_tokens"].dtype.itemsize
     size = int(np.clip(CAPTURE_BYTES // per_sequence, 1, count))
-    for start in tqdm(range(0, count, size), desc=description, unit="batch", leave=False):
-        rows = np.arange(start, start + size)
-        # The last micro-batch repeats a row with length 0 rather than compiling another shape.
-        tokens, lengths = (np.take(x, rows, axis=0, mode="clip") for x in (sequences.tokens, sequences.lengths))
-        sums = _add(params, config, tokens, np.where(rows < count, lengths, 0), layers, accumulate, sums)
-    return sums
+    label = f"calibration, layers {layers.start + 1}-{layers.stop}"
+    with tqdm(total=count, desc=label, unit="sequence", leave=False) as bar:
+        for start in range(0, count, size):
+            rows = np.arange(start, start + size)
+            # The last micro-batch repeats a row with length 0 rather than compiling another shape.
+            tokens, lengths = (np.take(x, rows, axis=0, mode="clip") for x in (sequences.tokens, sequences.lengths))
+            yield tokens, np.where(rows < count, lengths, 0)
+            bar.update(int(np.sum(rows < count)))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "layers", "accumulate"), donate_argnames="sums")
-def _add(params, config, tokens, lengths, layers, accumulate, sums):
+@functools.partial(jax.jit, static_argnames=("config", "layers", "measures"), donate_argnames="sums")
+def _add(params, config, tokens, lengths, layers, measures, sums, operands):
     positions = jnp.arange(tokens.shape[1])[None]
     h = attention_inputs(params, config, tokens, positions, layers=layers)
     h = h.reshape(*h.shape[:2], -1, config.hidden_size)
     counted = (positions < lengths[:, None]).reshape(-1)
     projections = {name: params["layers"][name][layers.start : layers.stop] for name in ("k_proj", "v_proj")}
-    one_layer = lambda xs: accumulate(xs[0], xs[1], counted, xs[2])
-    return jax.lax.map(one_layer, (sums, jnp.moveaxis(h, 1, 0), projections))
 
+    def one_layer(xs):
+        sums, h, projections, operands = xs
+        return [
+            total + each(h, counted, projections, operand).astype(total.dtype)
+            for each, total, operand in zip(measures, sums, operands, strict=True)
+        ]
 
-def key_moments(
-    params: ouro.Params, config: OuroConfig, sequences: Sequences, layers: range
-) -> tuple[Float[np.ndarray, "L F P P"], Float[np.ndarray, "L F G G"]]:
-    """Sigma_f = sum_j K_f K_f^T of every rotary frequency f (HLA, Appendix A), over both coordinates of the pairs.
-
-    Returns:
-      For loops 2 .. T jointly, with the P = (T-1) G pairs in the order loop, head; and for loop 1.
-    """
-    frequencies, heads = config.head_dim // 2, config.num_kv_heads
-    joint = (config.num_loops - 1) * heads
-    dtype = accumulation_dtype(params["embed_tokens"].dtype)
-    sums = (
-        jnp.zeros((len(layers), frequencies, joint, joint), dtype),
-        jnp.zeros((len(layers), frequencies, heads, heads), dtype),
-    )
-    rest, first = stream(params, config, sequences, layers, _KeyMoments(config), sums, "key moments")
-    return np.asarray(rest), np.asarray(first)
-
-
-@dataclasses.dataclass(frozen=True)
-class _KeyMoments:
-    config: OuroConfig
-
-    def __call__(self, sums, h, counted, projections):
-        pairs = linear(h, projections["k_proj"]) * counted[None, :, None]
-        pairs = pairs.reshape(*h.shape[:2], self.config.num_kv_heads, 2, self.config.head_dim // 2)
-
-        def moment(pairs: Float[Array, "t N G 2 F"]) -> Float[Array, "F P P"]:
-            stacked = jnp.moveaxis(pairs, 1, 0).reshape(pairs.shape[1], -1, 2, pairs.shape[-1])
-            return jnp.einsum("npcf,nqcf->fpq", stacked, stacked, preferred_element_type=sums[0].dtype)
-
-        return sums[0] + moment(pairs[1:]), sums[1] + moment(pairs[:1])
-
-
-def value_moments(
-    params: ouro.Params, config: OuroConfig, sequences: Sequences, layers: range, loops: range
-) -> Float[np.ndarray, "L D D"]:
-    """sum_j V_j V_j^T of the values of `loops` concatenated in the order loop, head, coordinate: D = len(loops) G
-    dh.
-    """
-    dimensions = len(loops) * config.num_kv_heads * config.head_dim
-    sums = jnp.zeros((len(layers), dimensions, dimensions), accumulation_dtype(params["embed_tokens"].dtype))
-    return np.asarray(
-        stream(params, config, sequences, layers, _ValueMoments(loops), sums, f"value moments, {_name(loops)}")
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _ValueMoments:
-    loops: range
-
-    def __call__(self, sums, h, counted, projections):
-        values = _joint_values(h, counted, projections, self.loops)
-        return sums + jnp.einsum("nd,ne->de", values, values, preferred_element_type=sums.dtype)
-
-
-def value_products(
-    params: ouro.Params,
-    config: OuroConfig,
-    sequences: Sequences,
-    layers: range,
-    loops: range,
-    basis: Float[np.ndarray, "L D k"],
-) -> Float[np.ndarray, "L D k"]:
-    """(sum_j V_j V_j^T) basis, without forming the D x D moments: one step of subspace iteration."""
-    sums = (jnp.asarray(basis), jnp.zeros_like(basis))
-    return np.asarray(
-        stream(params, config, sequences, layers, _ValueProducts(loops), sums, f"value sketch, {_name(loops)}")[1]
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _ValueProducts:
-    loops: range
-
-    def __call__(self, sums, h, counted, projections):
-        basis, products = sums
-        values = _joint_values(h, counted, projections, self.loops).astype(basis.dtype)
-        return basis, products + values.T @ (values @ basis)
+    return jax.lax.map(one_layer, (sums, jnp.moveaxis(h, 1, 0), projections, operands))
 
 
 def _joint_values(h, counted, projections, loops: range):
     values = linear(h[loops.start : loops.stop], projections["v_proj"]) * counted[None, :, None]
     return jnp.moveaxis(values, 1, 0).reshape(h.shape[1], -1)
-
-
-def _name(loops: range) -> str:
-    return f"loop {loops.start + 1}" if len(loops) == 1 else f"loops {loops.start + 1}-{loops.stop}"
-
-
-def layer_groups(config: OuroConfig, bytes_per_layer: int) -> list[range]:
-    """Consecutive layers whose sums fit in `MOMENT_BYTES` together."""
-    size = int(np.clip(MOMENT_BYTES // bytes_per_layer, 1, config.num_layers))
-    return [range(start, min(start + size, config.num_layers)) for start in range(0, config.num_layers, size)]

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import scipy.linalg
+from tqdm import tqdm
 
 from hla_jax.calibration import moments
-from hla_jax.calibration.moments import Sequences
+from hla_jax.calibration.moments import Sequences, ValueProducts
 from hla_jax.config import OuroConfig
 from hla_jax.models import ouro
 
@@ -31,40 +32,28 @@ def leading_eigenvectors(moment: Float[np.ndarray, "D D"], count: int) -> Float[
 
 
 def value_directions(
-    params: ouro.Params, config: OuroConfig, sequences: Sequences, loops: range, rank: int
+    params: ouro.Params,
+    config: OuroConfig,
+    sequences: Sequences,
+    loops: range,
+    rank: int,
+    formed: Float[np.ndarray, "L D D"] | None,
 ) -> Float[np.ndarray, "L D rank"]:
     """Leading `rank` uncentred principal directions of every layer's values over `loops`, D in the order loop, head,
-    coordinate.
+    coordinate: from their moments where these were formed, else from more passes over the data.
     """
+    if formed is not None:
+        return np.stack([leading_eigenvectors(moment, rank) for moment in tqdm(formed, "eigenvectors", leave=False)])
     dimensions = len(loops) * config.num_kv_heads * config.head_dim
-    if dimensions <= LARGEST_MOMENT:
-        groups = moments.layer_groups(config, 8 * dimensions**2)
-        return np.concatenate(
-            [
-                np.stack(
-                    [
-                        leading_eigenvectors(moment, rank)
-                        for moment in moments.value_moments(params, config, sequences, group, loops)
-                    ]
-                )
-                for group in groups
-            ]
-        )
-    return _range_finder(params, config, sequences, loops, rank, dimensions)
-
-
-def _range_finder(
-    params: ouro.Params, config: OuroConfig, sequences: Sequences, loops: range, rank: int, dimensions: int
-) -> Float[np.ndarray, "L D rank"]:
     width = min(rank + _OVERSAMPLING, dimensions)
-    found = []
-    for group in moments.layer_groups(config, 16 * dimensions * width):
-        rng = np.random.default_rng(group.start)
-        basis = np.stack([np.linalg.qr(rng.standard_normal((dimensions, width)))[0] for _ in group]).astype(np.float32)
-        for _ in range(_POWER_PASSES):
-            products = moments.value_products(params, config, sequences, group, loops, basis)
-            basis = np.stack([np.linalg.qr(product)[0] for product in products])
-        # Rayleigh-Ritz: the best directions inside the subspace that was found.
-        products = moments.value_products(params, config, sequences, group, loops, basis)
-        found += [q @ leading_eigenvectors((q.T @ y + y.T @ q) / 2, rank) for q, y in zip(basis, products, strict=True)]
-    return np.stack(found)
+    rng = np.random.default_rng(0)
+    start = np.linalg.qr(rng.standard_normal((dimensions, width)))[0].astype(np.float32)
+    basis = np.broadcast_to(start, (config.num_layers, dimensions, width))
+    product = [ValueProducts(config, loops, width)]
+    for _ in range(_POWER_PASSES):
+        basis = np.linalg.qr(moments.measure(params, config, sequences, product, [basis])[0])[0]
+    # Rayleigh-Ritz: the best directions inside the subspace that was found.
+    products = moments.measure(params, config, sequences, product, [basis])[0]
+    return np.stack(
+        [q @ leading_eigenvectors((q.T @ y + y.T @ q) / 2, rank) for q, y in zip(basis, products, strict=True)]
+    )

@@ -49,41 +49,41 @@ def test_full_rank_is_exact(x64: None) -> None:
     np.testing.assert_allclose(decode_forced(model, tokens, 3, attention), exact, atol=1e-10)
 
 
+def measures(*loops: range) -> list[moments.Measure]:
+    return [kind(tiny_config(), each) for each in loops for kind in (moments.KeyMoments, moments.ValueMoments)]
+
+
 def test_moments_do_not_depend_on_batches_groups_or_padding(x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config()
     params = tiny_params(config, "float64")
     rows = [
         row[:length] for row, length in zip(np.asarray(tiny_tokens(config, 3, 10)).tolist(), (10, 4, 7), strict=True)
     ]
-    together = moments.Sequences.of(rows)
-    layers = range(config.num_layers)
-    expected = (
-        moments.key_moments(params, config, together, layers),
-        moments.value_moments(params, config, together, layers, range(1, config.num_loops)),
-    )
+    wanted = measures(range(1, config.num_loops), range(1))
+    together = moments.measure(params, config, moments.Sequences.of(rows), wanted)
+    alone = [moments.measure(params, config, moments.Sequences.of([row]), wanted) for row in rows]
     monkeypatch.setattr(moments, "CAPTURE_BYTES", 1)
-    found = (
-        moments.key_moments(params, config, together, layers),
-        moments.value_moments(params, config, together, layers, range(1, config.num_loops)),
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), found, expected)
-    one_layer = moments.value_moments(params, config, together, range(1, 2), range(1, config.num_loops))
-    np.testing.assert_allclose(one_layer[0], expected[1][1], rtol=1e-12)
-    alone = sum(moments.value_moments(params, config, moments.Sequences.of([row]), layers, range(1)) for row in rows)
-    np.testing.assert_allclose(alone, moments.value_moments(params, config, together, layers, range(1)), rtol=1e-12)
+    monkeypatch.setattr(moments, "MOMENT_BYTES", 1)
+    one_by_one = moments.measure(params, config, moments.Sequences.of(rows), wanted)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    jax.tree.map(close, one_by_one, together)
+    jax.tree.map(lambda total, *parts: close(total, sum(parts)), together, *alone)
 
 
-def test_value_moments_are_those_of_the_values(x64: None) -> None:
+def test_moments_are_those_of_keys_and_values(x64: None) -> None:
     config = tiny_config()
     params = tiny_params(config, "float64")
     tokens = tiny_tokens(config, 2, 9)
-    h = attention_inputs(params, config, tokens, jnp.arange(9)[None])
-    values = np.einsum("tlbsd,led->ltbse", h, params["layers"]["v_proj"])[:, 1:]
-    joint = np.moveaxis(values, 1, 3).reshape(config.num_layers, 18, -1)
-    found = moments.value_moments(
-        params, config, moments.Sequences.of(np.asarray(tokens)), range(config.num_layers), range(1, config.num_loops)
+    h = np.moveaxis(attention_inputs(params, config, tokens, jnp.arange(9)[None]), 1, 0)[:, 1:]
+    h = h.reshape(config.num_layers, config.num_loops - 1, 18, -1)
+    keys, values = (np.einsum("ltnd,led->lnte", h, params["layers"][name]) for name in ("k_proj", "v_proj"))
+    found = moments.measure(
+        params, config, moments.Sequences.of(np.asarray(tokens)), measures(range(1, config.num_loops))
     )
-    np.testing.assert_allclose(found, np.einsum("lnd,lne->lde", joint, joint), rtol=1e-10)
+    joint = values.reshape(config.num_layers, 18, -1)
+    np.testing.assert_allclose(found[1], np.einsum("lnd,lne->lde", joint, joint), rtol=1e-10)
+    pairs = keys.reshape(config.num_layers, 18, -1, 2, SIZE // 2)
+    np.testing.assert_allclose(found[0], np.einsum("lnpcf,lnqcf->lfpq", pairs, pairs), rtol=1e-9, atol=1e-12)
 
 
 def test_range_finder_keeps_as_much_as_the_exact_directions(x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,15 +91,13 @@ def test_range_finder_keeps_as_much_as_the_exact_directions(x64: None, monkeypat
     params = tiny_params(config, "float64")
     data = moments.Sequences.of(np.asarray(tiny_tokens(config, 2, 12)))
     loops, rank = range(1, config.num_loops), 4
-    moment = moments.value_moments(params, config, data, range(config.num_layers), loops)
-    exact = principal.value_directions(params, config, data, loops, rank)
-    monkeypatch.setattr(principal, "LARGEST_MOMENT", 8)
+    moment = moments.measure(params, config, data, [moments.ValueMoments(config, loops)])[0]
+    exact = principal.value_directions(params, config, data, loops, rank, moment)
     monkeypatch.setattr(principal, "_OVERSAMPLING", 8)
-    found = principal.value_directions(params, config, data, loops, rank)
+    found = principal.value_directions(params, config, data, loops, rank, None)
     kept = lambda u: np.einsum("ldr,lde,ler->l", u, moment, u)
-    np.testing.assert_allclose(
-        np.einsum("ldr,lds->lrs", found, found), np.broadcast_to(np.eye(rank), (2, rank, rank)), atol=1e-6
-    )
+    gram = np.einsum("ldr,lds->lrs", found, found)
+    np.testing.assert_allclose(gram, np.broadcast_to(np.eye(rank), gram.shape), atol=1e-6)
     assert np.all(kept(found) > 0.99 * kept(exact))
 
 
