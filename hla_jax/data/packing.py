@@ -29,7 +29,7 @@ def tokenize_with(tokenizer: Any) -> Tokenize:
     eos = tokenizer.eos_token_id
 
     def tokenize(text: str) -> Sequence[int]:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # longer than the model is fine
         return ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos]
 
     return tokenize

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hla_jax.data import sources, standard_library, synthetic
-from hla_jax.data.packing import Batch, BatchConfig, Batches, Tokenize, tokenize_with
+from hla_jax.data.packing import Batch, BatchConfig, Batches, tokenize_with
 from hla_jax.data.positions import ShiftConfig, ShiftedPositions
 from hla_jax.data.streams import DataError, Indexed, Mixture, Shard, Shuffled, Stream
 
@@ -90,6 +90,13 @@ def sequences(
     return np.stack(rows)
 
 
+def task_filler(tokenizer: Any, held_out: bool) -> synthetic.Filler:
+    """Lines of the standard library to hide the tasks' definitions between."""
+    texts = standard_library.documents("held_out" if held_out else "train")
+    count = lambda lines: [len(ids) for ids in tokenizer(lines, add_special_tokens=False)["input_ids"]]
+    return synthetic.Filler(texts, count)
+
+
 def _open(source: Source, tokenizer: Any, held_out: bool, seed: int) -> Stream[str]:
     if source.path == STANDARD_LIBRARY:
         texts = list(standard_library.documents("held_out" if held_out else "train"))
@@ -112,11 +119,7 @@ class _TaskDocuments:
     """Document number i: a question of some kind at some length with all its answers, from a generator of its own."""
 
     def __init__(self, tokenizer: Any, tokens: tuple[int, int], held_out: bool, seed: int):
-        tokenize: Tokenize = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-        self._filler = synthetic.Filler(
-            standard_library.documents("held_out" if held_out else "train"),
-            lambda lines: [len(tokenize(line)) for line in lines],
-        )
+        self._filler = task_filler(tokenizer, held_out)
         self._tokens, self._stream = tokens, (seed, int(held_out))
 
     def __call__(self, index: int) -> str:

@@ -13,8 +13,7 @@ import platform
 import jax
 
 from hla_jax.attention.scheme import Attention
-from hla_jax.data import pipeline, standard_library, synthetic
-from hla_jax.data.packing import tokenize_with
+from hla_jax.data import pipeline, synthetic
 from hla_jax.data.pipeline import Source
 from hla_jax.evaluation.accuracy import score_tasks
 from hla_jax.evaluation.fidelity import attention_divergence, compare_decoding
@@ -87,6 +86,7 @@ def evaluate(
         Setting(_TASKS[kind], length, distance)
         for kind, (length, distance) in itertools.product(config.tasks, config.lengths)
     ]
+    filler = pipeline.task_filler(model.tokenizer, held_out=True)
     dtype = model.params["embed_tokens"].dtype
     return Results(
         command=command,
@@ -102,7 +102,7 @@ def evaluate(
         settings=dataclasses.asdict(config),
         attention={name: attention_divergence(model, schemes[name], rows) for name in (HLA_INITIAL, HLA_UPTRAINED)},
         decoding=compare_decoding(model, schemes, rows, config.prompt, batch_size=config.batch_size),
-        tasks=score_tasks(model, schemes, settings, _filler(model), examples=config.examples, seed=config.seed)
+        tasks=score_tasks(model, schemes, settings, filler, examples=config.examples, seed=config.seed)
         if settings
         else [],
         memory=cache_memory(model.config, schemes, config.contexts, dtype),
@@ -115,11 +115,4 @@ def evaluate(
             rounds=config.speed_rounds,
         ),
         training=[] if metrics is None else [json.loads(line) for line in metrics.read_text().splitlines()],
-    )
-
-
-def _filler(model: Model) -> synthetic.Filler:
-    tokenize = tokenize_with(model.tokenizer)
-    return synthetic.Filler(
-        standard_library.documents("held_out"), lambda lines: [len(tokenize(line)) for line in lines]
     )
