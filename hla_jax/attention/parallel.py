@@ -16,8 +16,8 @@ from jax import Array
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-# Scores of one block of queries, in numbers over all sequences and heads.
-_BLOCK_NUMBERS = 1 << 24
+# Scores of one block of queries, in numbers over all sequences and heads: 16 MiB in float32, which large caches hold.
+_BLOCK_NUMBERS = 1 << 22
 
 
 def exact_attention(
@@ -94,7 +94,7 @@ def grouped_sum(weights: Float[Array, "B H Q S"], v: Float[Array, "B S G r"]) ->
 
 
 def query_block(tokens: int, numbers_per_query: int) -> int:
-    """Queries per block: a power of two that keeps a block's scores near 2^24 numbers, or all of them."""
+    """Queries per block: a power of two that keeps a block's scores near 2^22 numbers, or all of them."""
     block = max(16, 1 << max(0, (_BLOCK_NUMBERS // numbers_per_query).bit_length() - 1))
     return min(block, tokens)
 
