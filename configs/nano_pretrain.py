@@ -36,12 +36,15 @@ def get_config() -> ml_collections.ConfigDict:
     bare = {"copy": 0.05, "recall": 0.7, "tracking": 0.08, "chain": 0.1, "text": 0.07}
     early = {"copy": 0.02, "recall": 0.5, "tracking": 0.2, "chain": 0.18, "text": 0.1}
     middle = {"recall": 0.4, "tracking": 0.22, "chain": 0.25, "text": 0.13}
-    late = {"recall": 0.35, "tracking": 0.2, "chain": 0.25, "text": 0.2}
+    steps = {"recall": 0.2, "tracking": 0.2, "chain": 0.5, "text": 0.1}
+    late = {"recall": 0.3, "tracking": 0.2, "chain": 0.3, "text": 0.2}
     stages = (
         Stage(400, rows=48, length=64, mixture=bare, filler=0.1, longest_bare=64, whole=0.4),
         Stage(80, rows=24, length=128, mixture=early, filler=0.6, longest_bare=128, whole=0.5),
         Stage(200, rows=12, length=256, mixture=middle, filler=0.8, whole=0.6, learning_rate=(0.8, 0.8)),
-        Stage(250, rows=6, length=512, mixture=middle, filler=0.85, whole=0.6, learning_rate=(0.6, 0.4)),
-        Stage(200, rows=4, length=1024, mixture=late, filler=0.9, whole=0.6, learning_rate=(0.4, 0.1)),
+        Stage(200, rows=6, length=512, mixture=middle, filler=0.85, whole=0.6, learning_rate=(0.6, 0.45)),
+        # Sums are learned last and need many short chains.
+        Stage(170, rows=12, length=256, mixture=steps, filler=0.5, longest_bare=128, learning_rate=(0.5, 0.15)),
+        Stage(50, rows=4, length=1024, mixture=late, filler=0.9, whole=0.7, learning_rate=(0.2, 0.05)),
     )
     return ml_collections.ConfigDict(dataclasses.asdict(Recipe(model, stages)))
