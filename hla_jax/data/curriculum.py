@@ -152,5 +152,5 @@ class Curriculum:
             parts += [(self._tokenize(question), _PROMPT_WEIGHT), (self._tokenize(answer), 1.0)]
         parts.append(([self._end], 1.0))
         ids = np.concatenate([part for part, _ in parts]).astype(np.int32)
-        weights = np.repeat(np.float32([weight for _, weight in parts]), [len(part) for part, _ in parts])
+        weights = np.repeat(np.array([weight for _, weight in parts], np.float32), [len(part) for part, _ in parts])
         return ids[:room], weights[:room]

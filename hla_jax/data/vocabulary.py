@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-END = "<|endoftext|>"
+END, END_ID = "<|endoftext|>", 0
 SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>")
 
 # A word that the corpus must hold so often becomes one token before the ordinary merges are found.

@@ -36,8 +36,7 @@ def run(recipe: pretrain.Recipe, workdir: pathlib.Path, title: str) -> dict[str,
     def tokenize(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
 
-    end = tokenizer.token_to_id(vocabulary.END)
-    curriculum = Curriculum(recipe.stages, documents, tokenize, end, recipe.seed)
+    curriculum = Curriculum(recipe.stages, documents, tokenize, vocabulary.END_ID, recipe.seed)
 
     held_out = list(standard_library.documents("held_out"))
     filler = synthetic.Filler(held_out, lambda lines: [len(tokenize(line)) for line in lines])
