@@ -12,14 +12,13 @@ import ml_collections
 import hla_jax
 from hla_jax.data.packing import BatchConfig
 from hla_jax.data.pipeline import STANDARD_LIBRARY, SYNTHETIC, Source
-from hla_jax.data.positions import ShiftConfig
 from hla_jax.evaluation.evaluate import EvaluationConfig
 from hla_jax.recipes.uptrain import Calibration, Job
 from hla_jax.training.loop import LoopConfig
 from hla_jax.training.optimizer import OptimizerConfig
 from hla_jax.training.uptrain import UptrainConfig
 
-STEPS = 300
+STEPS = 320
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -27,13 +26,12 @@ def get_config() -> ml_collections.ConfigDict:
         model=str(hla_jax.NANO),
         dtype="float32",
         scheme=hla_jax.HLA(rank_k=64, rank_v=64, rank_loop1=32, window=32),
-        calibration=Calibration(sequences=64, tokens=512),
+        calibration=Calibration(sequences=64, tokens=256),
         uptrain=UptrainConfig(
-            sources=(Source(SYNTHETIC, 3.0, tokens=(128, 512)), Source(STANDARD_LIBRARY, 2.0)),
-            batches=BatchConfig(batch_size=4, length=512),
-            shift=ShiftConfig(fraction=0.25, max_distance=1024),
-            optimizer=OptimizerConfig(peak_learning_rate=2e-3, total_steps=STEPS, warmup_steps=20),
-            loop=LoopConfig(steps=STEPS, log_every=10, evaluate_every=50, save_every=100, best_metric="held_out/kl"),
+            sources=(Source(SYNTHETIC, 3.0, tokens=(128, 512)), Source(STANDARD_LIBRARY, 1.0)),
+            batches=BatchConfig(batch_size=2, length=512),
+            optimizer=OptimizerConfig(peak_learning_rate=5e-3, total_steps=STEPS, warmup_steps=20),
+            loop=LoopConfig(steps=STEPS, log_every=10, evaluate_every=80, save_every=80, best_metric="held_out/kl"),
             queries=128,
         ),
         evaluation=EvaluationConfig(),

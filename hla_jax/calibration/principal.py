@@ -1,7 +1,8 @@
-"""Leading principal directions of a layer's values, exact or by a streamed randomised range finder."""
+"""Leading principal directions of a layer's values: exact, or by subspace iteration on formed or streamed moments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,15 +19,18 @@ if TYPE_CHECKING:
 
 # Above this many joint dimensions the moment matrix is not formed.
 LARGEST_MOMENT = 8192
-# Of the range finder: extra directions, and passes over the data after the first (Halko, Martinsson and Tropp,
-# arXiv:0909.4061).
+# Up to this size a moment matrix is decomposed exactly; above, by subspace iteration (Halko, Martinsson and Tropp,
+# arXiv:0909.4061) with this many extra directions and rounds.
+LARGEST_EXACT = 2048
 _OVERSAMPLING = 32
-_POWER_PASSES = 2
+_ROUNDS_FORMED, _ROUNDS_STREAMED = 4, 2
 
 
 def leading_eigenvectors(moment: Float[np.ndarray, "D D"], count: int) -> Float[np.ndarray, "D k"]:
-    """Eigenvectors of the `count` largest eigenvalues of a symmetric matrix, largest first, in float64."""
+    """Eigenvectors of the `count` largest eigenvalues of a symmetric matrix, largest first."""
     size = moment.shape[0]
+    if size > LARGEST_EXACT:
+        return _subspace_iteration(lambda basis: moment @ basis, _random_basis(size, count), count, _ROUNDS_FORMED)
     _, vectors = scipy.linalg.eigh(np.asarray(moment, np.float64), subset_by_index=(size - count, size - 1))
     return vectors[:, ::-1]
 
@@ -43,17 +47,28 @@ def value_directions(
     coordinate: from their moments where these were formed, else from more passes over the data.
     """
     if formed is not None:
-        return np.stack([leading_eigenvectors(moment, rank) for moment in tqdm(formed, "eigenvectors", leave=False)])
+        layers = tqdm(formed, "principal directions of values", leave=False)
+        return np.stack([leading_eigenvectors(moment, rank) for moment in layers])
     dimensions = len(loops) * config.num_kv_heads * config.head_dim
+    start = _random_basis(dimensions, rank)
+    product = [ValueProducts(config, loops, start.shape[1])]
+    multiply = lambda basis: moments.measure(params, config, sequences, product, [basis])[0]
+    basis = np.broadcast_to(start, (config.num_layers, *start.shape))
+    return _subspace_iteration(multiply, basis, rank, _ROUNDS_STREAMED)
+
+
+def _random_basis(dimensions: int, rank: int) -> Float[np.ndarray, "D k"]:
     width = min(rank + _OVERSAMPLING, dimensions)
-    rng = np.random.default_rng(0)
-    start = np.linalg.qr(rng.standard_normal((dimensions, width)))[0].astype(np.float32)
-    basis = np.broadcast_to(start, (config.num_layers, dimensions, width))
-    product = [ValueProducts(config, loops, width)]
-    for _ in range(_POWER_PASSES):
-        basis = np.linalg.qr(moments.measure(params, config, sequences, product, [basis])[0])[0]
+    return np.linalg.qr(np.random.default_rng(0).standard_normal((dimensions, width)))[0].astype(np.float32)
+
+
+def _subspace_iteration(
+    multiply: Callable[[np.ndarray], np.ndarray], basis: Float[np.ndarray, "*L D k"], rank: int, rounds: int
+) -> Float[np.ndarray, "*L D rank"]:
+    """Leading eigenvectors of the symmetric matrices that `multiply` applies, from an orthonormal start."""
+    for _ in range(rounds):
+        basis = np.linalg.qr(multiply(basis))[0]
     # Rayleigh-Ritz: the best directions inside the subspace that was found.
-    products = moments.measure(params, config, sequences, product, [basis])[0]
-    return np.stack(
-        [q @ leading_eigenvectors((q.T @ y + y.T @ q) / 2, rank) for q, y in zip(basis, products, strict=True)]
-    )
+    small = np.swapaxes(basis, -1, -2) @ multiply(basis)
+    _, vectors = np.linalg.eigh((small + np.swapaxes(small, -1, -2)) / 2)
+    return basis @ vectors[..., ::-1][..., :rank]

@@ -99,7 +99,7 @@ def task_filler(tokenizer: Any, held_out: bool) -> synthetic.Filler:
 
 def _open(source: Source, tokenizer: Any, held_out: bool, seed: int) -> Stream[str]:
     if source.path == STANDARD_LIBRARY:
-        texts = list(standard_library.documents("held_out" if held_out else "train"))
+        texts = list(standard_library.passages("held_out" if held_out else "train"))
         return Indexed(texts.__getitem__, len(texts), seed)
     if source.path == SYNTHETIC:
         return Indexed(_TaskDocuments(tokenizer, source.tokens, held_out, seed))

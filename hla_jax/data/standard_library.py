@@ -45,3 +45,18 @@ def documents(split: Split) -> Iterator[str]:
     """The text of each file of one split, in the order of `files`; bytes that are not UTF-8 are replaced."""
     for path in files(split):
         yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def passages(split: Split, characters: int = 2000) -> Iterator[str]:
+    """The files of one split cut at line ends into passages of about this many characters, so that a long file does not
+    outweigh many short documents in a mixture.
+    """
+    for text in documents(split):
+        passage = ""
+        for line in text.splitlines(keepends=True):
+            passage += line
+            if len(passage) >= characters:
+                yield passage
+                passage = ""
+        if passage:
+            yield passage

@@ -94,11 +94,14 @@ def test_range_finder_keeps_as_much_as_the_exact_directions(x64: None, monkeypat
     moment = moments.measure(params, config, data, [moments.ValueMoments(config, loops)])[0]
     exact = principal.value_directions(params, config, data, loops, rank, moment)
     monkeypatch.setattr(principal, "_OVERSAMPLING", 8)
-    found = principal.value_directions(params, config, data, loops, rank, None)
+    streamed = principal.value_directions(params, config, data, loops, rank, None)
+    monkeypatch.setattr(principal, "LARGEST_EXACT", 8)
+    formed = principal.value_directions(params, config, data, loops, rank, moment)
     kept = lambda u: np.einsum("ldr,lde,ler->l", u, moment, u)
-    gram = np.einsum("ldr,lds->lrs", found, found)
-    np.testing.assert_allclose(gram, np.broadcast_to(np.eye(rank), gram.shape), atol=1e-6)
-    assert np.all(kept(found) > 0.99 * kept(exact))
+    for found in (streamed, formed):
+        gram = np.einsum("ldr,lds->lrs", found, found)
+        np.testing.assert_allclose(gram, np.broadcast_to(np.eye(rank), gram.shape), atol=1e-6)
+        assert np.all(kept(found) > 0.99 * kept(exact))
 
 
 def test_a_scheme_without_maps_needs_no_data() -> None:
