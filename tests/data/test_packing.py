@@ -108,7 +108,7 @@ def test_tokenizer_ends_documents_once():
     class Tokenizer:
         eos_token_id = 9
 
-        def __call__(self, text, add_special_tokens):
+        def __call__(self, text, add_special_tokens, verbose):
             assert not add_special_tokens
             return {"input_ids": tokenize(text)}
 
