@@ -4,7 +4,8 @@
     cp TOKENIZER_DIRECTORY/tokenizer.json runs/ouro_1p4b/          # any tokenizer of at most 49,152 tokens
     python -m experiments.uptrain --config=configs/ouro_1p4b_one_step.py --workdir=runs/ouro_1p4b_one_step
 
-@@MEASURED@@
+Measured on two CPU cores with XLA_FLAGS=--xla_disable_hlo_passes=while-loop-invariant-code-motion (see
+`experiments/measure_decode.py`): 10 minutes beside a test run, 16.2 GB at the peak; the step itself 26 s.
 """
 
 from __future__ import annotations
