@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import pathlib
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ MIB = 1 << 20
 COLUMNS = ("scheme", "tokens", "all_keys_values", "cache", "planned", "peak", "seconds")
 
 
-def measure(scheme: str, tokens: int) -> dict[str, object]:
+def measure(scheme: str, tokens: int) -> dict[str, Any]:
     """One prefill; sizes in MiB. To be called in a fresh process."""
     params = weights.init_params(CONFIG, jax.random.key(0))
     kind = SCHEMES[scheme]
@@ -55,7 +56,7 @@ def measure(scheme: str, tokens: int) -> dict[str, object]:
     prompt = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, tokens)), jnp.int32)
     lengths = jnp.asarray([tokens])
     prefill = decode.prefill.lower(params, CONFIG, attention, prompt, lengths, tokens).compile()
-    plan = prefill.memory_analysis()
+    plan: Any = prefill.memory_analysis()
     before, start = memory("VmRSS"), time.perf_counter()
     jax.block_until_ready(prefill(params, attention, prompt, lengths))
     seconds = time.perf_counter() - start
@@ -69,13 +70,13 @@ def measure(scheme: str, tokens: int) -> dict[str, object]:
     return {"scheme": scheme, "tokens": tokens} | in_mib | {"seconds": round(seconds, 1)}
 
 
-def table(rows: list[dict[str, object]]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
     lines = [COLUMNS, ["---"] * len(COLUMNS), *([row[column] for column in COLUMNS] for row in rows)]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def draw_figure(rows: list[dict[str, object]], path: pathlib.Path) -> None:
+def draw_figure(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     """Peak memory against the prompt's length, and beside it the keys and values of all loops and layers."""
     from matplotlib import pyplot
 
@@ -96,7 +97,7 @@ def main(argv: list[str]) -> None:
     cases = [(scheme, int(tokens)) for tokens in flags.FLAGS.tokens for scheme in SCHEMES]
     workdir = pathlib.Path(flags.FLAGS.workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     for case in tqdm(cases, desc="prefill"):
         rows.append(in_fresh_process(measure, *case))
         (workdir / "prefill.json").write_text(json.dumps(rows, indent=1))
@@ -108,5 +109,5 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     matplotlib.use("agg")
     flags.DEFINE_string("workdir", None, "Folder for the numbers and the figure.", required=True)
-    flags.DEFINE_list("tokens", [1024, 2048, 4096, 8192, 16384], "Lengths of the prompts.")
+    flags.DEFINE_list("tokens", ["1024", "2048", "4096", "8192", "16384"], "Lengths of the prompts.")
     app.run(main)

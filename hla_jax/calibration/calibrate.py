@@ -60,7 +60,8 @@ def hla_maps(
     """Principal components of keys per rotary frequency and of concatenated values (HLA, Appendix A)."""
     rest, first = range(1, config.num_loops), range(1)
     formed = [loops for loops in (rest, first) if len(loops) * config.num_kv_heads * config.head_dim <= LARGEST_MOMENT]
-    measures = [*(KeyMoments(config, loops) for loops in (rest, first)), *(ValueMoments(config, v) for v in formed)]
+    measures: list[moments.Measure] = [KeyMoments(config, rest), KeyMoments(config, first)]
+    measures += [ValueMoments(config, loops) for loops in formed]
     rest_keys, first_keys, *of_values = moments.measure(params, config, sequences, measures)
     values = dict(zip(formed, of_values, strict=True))
     directions = functools.partial(value_directions, params, config, sequences)
