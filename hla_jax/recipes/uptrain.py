@@ -60,11 +60,13 @@ def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
       The path of the report, or of the export where the job has no evaluation.
 
     Raises:
-      ConfigError: `workdir` belongs to another job.
+      ConfigError: `workdir` belongs to another job, or cannot be written.
+      SchemeError: the scheme does not fit the model.
       WeightsError: the reloaded export does not give the same tokens.
     """
-    _claim(job, workdir)
     model = load(job.model, job.dtype)
+    job.scheme.check(model.config)
+    _claim(job, workdir)
     print(
         banner(
             title,
@@ -128,5 +130,8 @@ def _claim(job: Job, workdir: pathlib.Path) -> None:
                 f"{workdir}: was started with another {', '.join(different)} (see job.json); take another --workdir"
             )
         return
-    workdir.mkdir(parents=True, exist_ok=True)
-    tensor_files.write_json(noted, mine)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        tensor_files.write_json(noted, mine)
+    except OSError as error:
+        raise ConfigError(f"{workdir}: cannot be used as the work directory: {error}") from error

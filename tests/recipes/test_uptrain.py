@@ -9,6 +9,7 @@ import pytest
 
 import hla_jax
 from hla_jax.attention.hla import HLA
+from hla_jax.attention.scheme import SchemeError
 from hla_jax.config import ConfigError
 from hla_jax.data.packing import BatchConfig
 from hla_jax.data.pipeline import STANDARD_LIBRARY, Source
@@ -82,3 +83,14 @@ def test_an_export_that_changed_is_noticed(job, tmp_path, quick_compile):
     uptrain.check_export(job, model, attention, tmp_path / "export")
     with pytest.raises(ValueError, match="prompt 0 expected tokens"):
         uptrain.check_export(job, model, attention, tmp_path / "other")
+
+
+def test_mistakes_leave_nothing_behind(job, tmp_path):
+    with pytest.raises(SchemeError, match="rank_k must be a positive multiple"):
+        uptrain.run(
+            dataclasses.replace(job, scheme=dataclasses.replace(job.scheme, rank_k=9)), tmp_path / "new", "a test"
+        )
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used as the work directory"):
+        uptrain.run(job, tmp_path / "file" / "below", "a test")
