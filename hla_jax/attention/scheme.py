@@ -156,13 +156,13 @@ class Attention:
     params: dict[str, Array] = dataclasses.field(default_factory=dict)
 
 
-def put_tokens(buffer: Array, slot: Array | int, value: Array, start: Array | int = 0) -> Array:
-    """Writes `value` [B, S, ...] at tokens start .. start+S-1 of `buffer[slot]` [B, C, ...], in place when the buffer
-    is donated.
+def put_tokens(buffer: Array, slot: Array | int, value: Array) -> Array:
+    """Writes `value` [B, S, ...] to the first S tokens of `buffer[slot]` [B, C, ...], in place when the buffer is
+    donated.
     """
     value = value.astype(buffer.dtype)
     zero = jnp.zeros((), jnp.int32)
-    starts = (jnp.asarray(slot, jnp.int32), zero, jnp.asarray(start, jnp.int32), *[zero] * (buffer.ndim - 3))
+    starts = (jnp.asarray(slot, jnp.int32), *[zero] * (buffer.ndim - 1))
     return jax.lax.dynamic_update_slice(buffer, value[None], starts)
 
 

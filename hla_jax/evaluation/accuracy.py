@@ -146,7 +146,7 @@ def _prefill(
     capacity: int,
 ) -> tuple[Float[Array, "B V"], dict[str, Cache]]:
     hidden, caches = together.prefill_hidden(params, config, schemes, tokens, lengths, capacity)
-    return ouro.logits(params, together.last_hidden(hidden, lengths)), caches
+    return ouro.logits(params, decode.last_hidden(hidden, lengths)), caches
 
 
 def _score(name: str, setting: Setting, right: np.ndarray, full: np.ndarray) -> TaskScore:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 from jax import Array
 
 from hla_jax.attention.scheme import Attention, Cache, Transform
@@ -34,11 +33,6 @@ def prefill_hidden(
     states = {name: transform.state for name, transform in transforms.items()}
     hidden, states = ouro.run(params, config, tokens, _merged(config, transforms), states)
     return hidden, {name: transform.finish(states[name]) for name, transform in transforms.items()}
-
-
-def last_hidden(hidden: Float[Array, "B S d"], lengths: Int[Array, " B"]) -> Float[Array, "B d"]:
-    """The state of each right-padded prompt's last token."""
-    return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
 
 
 def _merged(config: OuroConfig, transforms: dict[str, Transform]) -> list[Stage]:

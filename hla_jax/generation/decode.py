@@ -37,8 +37,12 @@ def prefill(
     cache.
     """
     hidden, cache = prefill_hidden(params, config, attention, tokens, lengths, capacity)
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return ouro.logits(params, last), cache
+    return ouro.logits(params, last_hidden(hidden, lengths)), cache
+
+
+def last_hidden(hidden: Float[Array, "B S d"], lengths: Int[Array, " B"]) -> Float[Array, "B d"]:
+    """The state of each right-padded prompt's last token."""
+    return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
 
 
 def prefill_hidden(

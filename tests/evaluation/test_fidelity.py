@@ -94,7 +94,7 @@ def test_one_pass_fills_every_cache_as_its_own_pass_would(model, schemes, tokens
         np.testing.assert_allclose(hidden, alone, atol=1e-5)
         for buffer, expected in cache.buffers.items():
             np.testing.assert_allclose(caches[name].buffers[buffer], expected, atol=2e-5, err_msg=f"{name} {buffer}")
-    np.testing.assert_array_equal(together.last_hidden(hidden, lengths)[1], hidden[1, 6])
+    np.testing.assert_array_equal(decode.last_hidden(hidden, lengths)[1], hidden[1, 6])
 
 
 def test_prompts_that_leave_nothing_to_decode_are_refused(model, schemes, tokens):
