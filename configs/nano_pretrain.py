@@ -45,6 +45,6 @@ def get_config() -> ml_collections.ConfigDict:
         Stage(200, rows=6, length=512, mixture=middle, filler=0.85, whole=0.6, learning_rate=(0.6, 0.45)),
         # Sums are learned last and need many short chains.
         Stage(170, rows=12, length=256, mixture=steps, filler=0.5, longest_bare=128, learning_rate=(0.5, 0.15)),
-        Stage(50, rows=4, length=1024, mixture=late, filler=0.9, whole=0.7, learning_rate=(0.2, 0.05)),
+        Stage(150, rows=4, length=1024, mixture=late, filler=0.9, whole=0.7, learning_rate=(0.2, 0.05)),
     )
     return ml_collections.ConfigDict(dataclasses.asdict(Recipe(model, stages)))

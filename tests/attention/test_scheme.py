@@ -111,5 +111,5 @@ def test_a_token_is_stored_at_its_position_or_its_slot_of_the_ring():
 
 def test_tokens_of_a_prompt_are_stored_in_one_slot():
     buffer = jnp.zeros((3, 2, 6, 4))
-    stored = put_tokens(buffer, 1, jnp.ones((2, 4, 4)), 2)
-    assert np.argwhere(np.asarray(stored[..., 0])).tolist() == [[1, b, s] for b in range(2) for s in range(2, 6)]
+    stored = put_tokens(buffer, 1, jnp.ones((2, 4, 4)))
+    assert np.argwhere(np.asarray(stored[..., 0])).tolist() == [[1, b, s] for b in range(2) for s in range(4)]
