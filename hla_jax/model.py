@@ -20,7 +20,7 @@ from hla_jax import attention_files
 from hla_jax import tokenizer as tokenizers
 from hla_jax.attention.full import FullCache, exact_stages
 from hla_jax.attention.hla import HLA
-from hla_jax.attention.scheme import Attention, Scheme, SchemeError
+from hla_jax.attention.scheme import Attention, Scheme, SchemeError, run_passes
 from hla_jax.config import OuroConfig
 from hla_jax.models import ouro, weights
 
@@ -142,12 +142,8 @@ def forward_swapped(
 @functools.partial(jax.jit, static_argnames="config")
 def _forward_swapped(params, config, attention, tokens):
     batch, length = tokens.shape
-    scheme, maps = attention.scheme, attention.params
-    cache = scheme.init_cache(config, batch, length, params["embed_tokens"].dtype)
-    first = scheme.prefill(config, maps, cache, length, jnp.full(batch, length, jnp.int32))
-    _, state = ouro.run(params, config, tokens, first.stages, first.state)
-    second = scheme.swapped(config, maps, first.finish(state), length)
-    hidden, _ = ouro.run(params, config, tokens, second.stages, second.state)
+    transform = attention.scheme.swapped(config, attention.params, batch, length, params["embed_tokens"].dtype)
+    hidden, _ = run_passes(params, config, tokens, transform)
     return ouro.logits(params, hidden)
 
 

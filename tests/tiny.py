@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from hla_jax import attention_files
 from hla_jax.attention.hla import HLA
+from hla_jax.attention.lla import LLA
 from hla_jax.attention.scheme import Attention
 from hla_jax.config import OuroConfig
 from hla_jax.models import weights
@@ -32,6 +33,8 @@ class Golden:
     codecs: dict[str, np.ndarray]
     hla: HLA
     maps: dict[str, jax.Array]
+    lla: LLA
+    lla_maps: dict[str, jax.Array]
     prompt_length: int
 
 
@@ -40,9 +43,9 @@ def golden(name: str, dtype: str) -> Golden:
     directory = GOLDEN / name
     config = OuroConfig.from_directory(directory)
     about = json.loads((directory / "golden_codecs.json").read_text())
-    hla = HLA(**about["hla"])
-    maps = attention_files.load_maps(
-        directory / "hla_random.safetensors", "hla", hla.map_shapes(config), config.num_layers, dtype
+    hla, lla = HLA(**about["hla"]), LLA(**about["lla"])
+    maps = lambda file, scheme: attention_files.load_maps(
+        directory / file, scheme.interchange, scheme.map_shapes(config), config.num_layers, dtype
     )
     return Golden(
         config,
@@ -50,7 +53,9 @@ def golden(name: str, dtype: str) -> Golden:
         load_file(directory / "golden.safetensors"),
         load_file(directory / "golden_codecs.safetensors"),
         hla,
-        maps,
+        maps("hla_random.safetensors", hla),
+        lla,
+        maps("lla_svd.safetensors", lla),
         about["prompt_length"],
     )
 

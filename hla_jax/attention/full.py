@@ -11,7 +11,17 @@ from jax import Array
 
 from hla_jax.attention import window
 from hla_jax.attention.parallel import exact_attention
-from hla_jax.attention.scheme import Cache, Maps, Scheme, Shape, Transform, new_token, put_tokens, slot_of, store_token
+from hla_jax.attention.scheme import (
+    Cache,
+    Eviction,
+    Maps,
+    Scheme,
+    Shape,
+    Transform,
+    new_token,
+    put_tokens,
+    slot_of,
+)
 from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode.reference import latent_decode
 from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, rotate
@@ -28,13 +38,18 @@ def rotate_qk(config: OuroConfig, inputs: LayerInputs, positions: Int[Array, "B 
 
 
 def exact_stages(
-    config: OuroConfig, positions: Int[Array, "B S"], segments: Int[Array, "B S"] | None = None
+    config: OuroConfig,
+    positions: Int[Array, "B S"],
+    segments: Int[Array, "B S"] | None = None,
+    eviction: Eviction | None = None,
 ) -> Sequence[Stage]:
-    """One exact parallel pass that keeps nothing: attention of training, scoring and the reference."""
+    """One exact parallel pass that keeps nothing: attention of training, scoring and the reference. With `eviction`,
+    queries see what would still be there.
+    """
 
     def attend(state: Any, inputs: LayerInputs) -> tuple[Array, Any]:
         q, k = rotate_qk(config, inputs, positions)
-        return exact_attention(q, k, inputs.v, segments), state
+        return exact_attention(q, k, inputs.v, segments, eviction), state
 
     return [Stage(range(config.num_loops), attend)]
 
@@ -47,9 +62,9 @@ class FullCache(Scheme):
         slots = config.num_loops * config.num_layers
         return dict.fromkeys(("k", "v"), (slots, config.num_kv_heads, config.head_dim))
 
-    def prefill(
+    def fill(
         self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
-    ) -> Transform:
+    ) -> Transform[Cache]:
         positions = jnp.arange(tokens)[None]
 
         def attend(buffers: dict[str, Array], inputs: LayerInputs) -> tuple[Array, dict[str, Array]]:
@@ -64,27 +79,21 @@ class FullCache(Scheme):
 
     def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
         buffers, position = cache.buffers, cache.lengths
+        past, visible = cache.past(buffers["k"].shape[2])
 
         def attend(new: dict[str, Array], inputs: LayerInputs) -> tuple[Array, dict[str, Array]]:
             q, k = rotate_qk(config, inputs, position[:, None])
             slot = slot_of(config, inputs)
-            past, itself, _ = latent_decode(
-                q[:, 0],
-                buffers["k"][slot],
-                buffers["v"][slot],
-                position,
-                config.head_dim**-0.5,
-                window.read(config, buffers, inputs, q, k, position),
+            itself = window.read(config, buffers, inputs, q, k, position)
+            stored, own, _ = latent_decode(
+                q[:, 0], buffers["k"][slot], buffers["v"][slot], past, config.head_dim**-0.5, itself, visible
             )
             new = {"k": new["k"].at[slot].set(k[:, 0]), "v": new["v"].at[slot].set(inputs.v[:, 0])}
-            return (past + itself)[:, None], new
+            return (stored + own)[:, None], new
 
-        return Transform(
-            [Stage(range(config.num_loops), attend)],
-            new_token(buffers),
-            lambda new: Cache(store_token(buffers, new, position), position + 1),
-        )
+        return Transform([Stage(range(config.num_loops), attend)], new_token(buffers), cache.store)
 
-    def swapped(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
+    def reread(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
         """Every token reads exact keys and values, so this is the exact pass."""
-        return Transform(exact_stages(config, jnp.arange(tokens)[None]), None, lambda _: cache)
+        stages = exact_stages(config, jnp.arange(tokens)[None], eviction=cache.eviction)
+        return Transform(stages, None, lambda _: cache)

@@ -30,7 +30,6 @@ from hla_jax.attention.scheme import (
     Transform,
     new_token,
     put_tokens,
-    store_token,
 )
 from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode.reference import latent_decode
@@ -130,9 +129,9 @@ class HLA(Scheme):
             "latent_v1": (layers, self.rank_loop1),
         }
 
-    def prefill(
+    def fill(
         self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
-    ) -> Transform:
+    ) -> Transform[Cache]:
         """The main latent is summed over the loops in the cache's own buffers, so a prompt needs no more memory than
         its cache and the keys and values of one layer at one loop."""
         positions = jnp.arange(tokens)[None]
@@ -172,7 +171,7 @@ class HLA(Scheme):
         once.
         """
         buffers, position = cache.buffers, cache.lengths
-        far = jnp.maximum(position - self.window, 0)
+        far, visible = cache.past(buffers["latent_k"].shape[2], self.window)
 
         def attend_first(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             latent_k, latent_v = self.write_first(config, maps, inputs, position[:, None])
@@ -205,39 +204,39 @@ class HLA(Scheme):
                 far,
                 config.head_dim**-0.5,
                 window.read(config, buffers, inputs, q, k, position),
+                visible,
             )
             return output(latent[:, None], read) + exact[:, None], window.note(config, new, inputs, k)
 
         def finish(new: Buffers) -> Cache:
             rotated = self.rotate_main(config, jnp.moveaxis(new["latent_k"], 0, 1)[:, None], position[:, None])[:, 0]
-            return Cache(store_token(buffers, new | {"latent_k": jnp.moveaxis(rotated, 1, 0)}, position), position + 1)
+            return cache.store(new | {"latent_k": jnp.moveaxis(rotated, 1, 0)})
 
         return Transform(_stages(config, attend_first, attend_rest), new_token(buffers), finish)
 
-    def swapped(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
+    def reread(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
         """Main latents come from the pass that filled the cache, loop-1 latents and the window from this pass (HLA,
         section 4.2).
         """
-        positions = jnp.arange(tokens)[None]
+        positions, buffers = jnp.arange(tokens)[None], cache.buffers
 
-        def attend_first(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+        def attend_first(state: None, inputs: LayerInputs) -> tuple[Array, None]:
             stored = self.write_first(config, maps, inputs, positions)
             query = self.query_first(config, maps, inputs, positions)
-            return attend(inputs, query, *stored, maps["read_o1"][inputs.layer]), buffers
+            return attend(inputs, query, *stored, maps["read_o1"][inputs.layer]), None
 
-        def attend_rest(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+        def attend_rest(state: None, inputs: LayerInputs) -> tuple[Array, None]:
             query = self.query_rest(config, maps, inputs, positions)
             stored = buffers["latent_k"][inputs.layer], buffers["latent_v"][inputs.layer]
-            return attend(inputs, query, *stored, maps["read_o"][inputs.layer, inputs.loop - 1]), buffers
+            return attend(inputs, query, *stored, maps["read_o"][inputs.layer, inputs.loop - 1]), None
 
         def attend(inputs: LayerInputs, query: Array, latent_k: Array, latent_v: Array, read: Array) -> Array:
             q, k = rotate_qk(config, inputs, positions)
-            latent, exact = hybrid_attention(
-                (query, latent_k[:, :, None], latent_v[:, :, None]), (q, k, inputs.v), self.window
-            )
+            stored = query, latent_k[:, :, None], latent_v[:, :, None]
+            latent, exact = hybrid_attention(stored, (q, k, inputs.v), self.window, eviction=cache.eviction)
             return output(latent, read) + exact
 
-        return Transform(_stages(config, attend_first, attend_rest), cache.buffers, lambda _: cache)
+        return Transform(_stages(config, attend_first, attend_rest), None, lambda _: cache)
 
     # What the maps compute for one layer and loop.
 

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from hla_jax.attention.scheme import Eviction
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
@@ -25,14 +27,17 @@ def exact_attention(
     k: Float[Array, "B S G dh"],
     v: Float[Array, "B S G dh"],
     segments: Int[Array, "B S"] | None = None,
+    eviction: Eviction | None = None,
+    scale: float | None = None,
 ) -> Float[Array, "B S H dh"]:
-    """Causal softmax attention of rotated queries and keys; with `segments`, only tokens of the same segment see each
-    other.
+    """Causal softmax attention of rotated queries and keys, with scores times `scale`, by default dh^-1/2.
+
+    With `segments`, only tokens of the same segment see each other; with `eviction`, only those that stay.
     """
-    scale = q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
 
     def block(index: Int[Array, " Q"], q: Float[Array, "B Q H dh"]) -> Float[Array, "B Q H dh"]:
-        visible = causal_mask(index, k.shape[1], segments)
+        visible = causal_mask(index, k.shape[1], segments, eviction)
         scores = jnp.where(visible, grouped_scores(q, k) * scale, -jnp.inf)
         return grouped_sum(jax.nn.softmax(scores, axis=-1), v)
 
@@ -44,9 +49,10 @@ def hybrid_attention(
     near: tuple[Float[Array, "B S H dh"], Float[Array, "B S G dh"], Float[Array, "B S G dh"]],
     window: int,
     segments: Int[Array, "B S"] | None = None,
+    eviction: Eviction | None = None,
 ) -> tuple[Float[Array, "B S H rv"], Float[Array, "B S H dh"]]:
     """HLA's attention (Eq. 4) for all tokens: queries, keys and values of the latent for j < i - W and exact ones for j
-    >= i - W.
+    >= i - W. With `eviction`, of the tokens beyond the window those that stay.
 
     Returns:
       The weighted sums of latent values and of exact values; one softmax covers both.
@@ -55,7 +61,7 @@ def hybrid_attention(
     tokens = near[1].shape[1]
 
     def block(index: Array, q_far: Array, q_near: Array) -> tuple[Array, Array]:
-        visible = causal_mask(index, tokens, segments)
+        visible = causal_mask(index, tokens, segments, eviction, window)
         recent = index[:, None] - jnp.arange(tokens) <= window
         scores = jnp.where(recent, grouped_scores(q_near, near[1]), grouped_scores(q_far, far[1][:, :tokens])) * scale
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
@@ -68,9 +74,18 @@ def hybrid_attention(
     return over_query_blocks(block, tokens, numbers, far[0], near[0])
 
 
-def causal_mask(index: Int[Array, " Q"], tokens: int, segments: Int[Array, "B S"] | None) -> Bool[Array, "#B 1 Q S"]:
+def causal_mask(
+    index: Int[Array, " Q"],
+    tokens: int,
+    segments: Int[Array, "B S"] | None,
+    eviction: Eviction | None = None,
+    window: int = 0,
+) -> Bool[Array, "#B 1 Q S"]:
     """Which tokens each query sees. Every query sees itself, padding included, so no softmax is empty."""
     visible = (jnp.arange(tokens) <= index[:, None])[None]
+    if eviction is not None:
+        recent = max(eviction.budget - eviction.first, window)
+        visible = visible & ((jnp.arange(tokens) < eviction.first) | (index[:, None] - jnp.arange(tokens) <= recent))
     if segments is not None:
         visible = visible & (segments[:, index, None] == segments[:, None, :])
     return visible[:, None]

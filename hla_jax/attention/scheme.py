@@ -1,10 +1,9 @@
 """The contract of a cache scheme.
 
 A scheme is a frozen dataclass of static sizes. For a model's config it declares the maps it adds to every layer and the
-buffers of
-its cache, and it turns them into attention: a `Transform` of stages for `models.ouro.run` together with the state they
-  carry and a
-`finish` that makes the next cache of that state. Nothing else in the package knows what a cache contains.
+buffers of its cache, and it turns them into attention: a `Transform` of stages for `models.ouro.run`, the state they
+carry, and a `finish` that makes of that state the next cache, or another pass over the same tokens. Nothing else in the
+package knows what a cache contains.
 """
 
 from __future__ import annotations
@@ -12,8 +11,10 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,37 +22,90 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from hla_jax.config import OuroConfig
+from hla_jax.models import ouro
 from hla_jax.models.layers import accumulation_dtype
 from hla_jax.models.ouro import LayerInputs, Stage
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
+    from jaxtyping import Bool, Float, Int
 
 Maps = Mapping[str, Array]
 Shape = tuple[int, ...]
+Made = TypeVar("Made")
 
 
 class SchemeError(ValueError):
     """A scheme's sizes do not fit the model; the message says which rule they break."""
 
 
+class Eviction(NamedTuple):
+    """Which tokens stay: the first ones, and the most recent ones up to `budget` in all."""
+
+    first: int
+    budget: int
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Buffers of a scheme for a batch of sequences, and how many tokens each sequence has stored."""
+    """Buffers of a scheme for a batch of sequences, and how many tokens each sequence has stored.
+
+    Token p lies in slot p. With `eviction`, buffers of `budget` slots are a ring behind the first tokens.
+    """
 
     buffers: dict[str, Array]
     lengths: Int[Array, " B"]
+    eviction: Eviction | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def positions(self, capacity: int) -> Int[Array, "#B C"]:
+        """Position of the token in each slot; slots that were never filled have any."""
+        slots = jnp.arange(capacity)[None]
+        if self.eviction is None or capacity < self.eviction.budget:
+            return slots
+        first, last = self.eviction.first, self.lengths[:, None] - 1
+        return jnp.where(slots < first, slots, last - (last - slots) % (capacity - first))
+
+    def past(self, capacity: int, window: int = 0) -> tuple[Int[Array, " B"], Bool[Array, "B C"] | None]:
+        """What a new token reads beyond its window: the first slots of its sequence, and which of them (None: all)."""
+        if self.eviction is None or capacity < self.eviction.budget:
+            return jnp.maximum(self.lengths - window, 0), None
+        beyond = self.positions(capacity) < self.lengths[:, None] - window
+        return jnp.minimum(self.lengths, capacity), beyond if window else None
+
+    def store(self, new: dict[str, Array]) -> Cache:
+        """The cache with one more token a sequence: what `new_token` was filled with. A window is a ring of its own.
+
+        A decode step only reads the cache until its last loop is over, and then stores its token here, once: XLA copies
+        a buffer that is read and written in turns inside a loop.
+        """
+        rows, position = jnp.arange(self.lengths.shape[0]), self.lengths
+
+        def put(name: str, buffer: Array) -> Array:
+            first = self.eviction.first if self.eviction and not name.startswith("window") else 0
+            ring = first + (position - first) % max(buffer.shape[2] - first, 1)
+            return buffer.at[:, rows, jnp.where(position < first, position, ring)].set(new[name].astype(buffer.dtype))
+
+        buffers = {name: put(name, buffer) for name, buffer in self.buffers.items()}
+        return dataclasses.replace(self, buffers=buffers, lengths=position + 1)
 
 
-class Transform(NamedTuple):
-    """Attention of one forward pass: stages and their state for `models.ouro.run`, and the cache that the last state
-    makes.
+class Transform(NamedTuple, Generic[Made]):
+    """Attention of one forward pass: stages and their state for `models.ouro.run`, and what the last state makes: the
+    next cache, or one more pass over the same tokens, whose hidden states then count.
     """
 
     stages: Sequence[Stage]
     state: Any
-    finish: Callable[[Any], Cache]
+    finish: Callable[[Any], Made]
+
+
+def run_passes(
+    params: ouro.Params, config: OuroConfig, tokens: Int[Array, "B S"], transform: Transform
+) -> tuple[Float[Array, "B S d"], Cache]:
+    """Runs a transform and those that follow from it. Returns the last pass's hidden states, and the cache."""
+    hidden, state = ouro.run(params, config, tokens, transform.stages, transform.state)
+    result = transform.finish(state)
+    return (hidden, result) if isinstance(result, Cache) else run_passes(params, config, tokens, result)
 
 
 class Scheme(abc.ABC):
@@ -79,48 +133,56 @@ class Scheme(abc.ABC):
         """Recent tokens kept exactly, in every loop."""
         return 0
 
-    def cache_shapes(self, config: OuroConfig, batch: int, capacity: int) -> dict[str, Shape]:
-        """Shape of every buffer: [slots, B, C, ...] for what grows with the tokens, [T L, B, W, G, dh] for the
-        window.
-        """
+    def cache_shapes(
+        self, config: OuroConfig, batch: int, capacity: int, dtype: DTypeLike
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Every buffer: [slots, B, C, ...] for what grows with the tokens, [T L, B, W, G, dh] for the window."""
         shapes = {name: (slots, batch, capacity, *rest) for name, (slots, *rest) in self.token_shapes(config).items()}
-        if self.window_tokens():
-            window = (
-                config.num_loops * config.num_layers,
-                batch,
-                self.window_tokens(),
-                config.num_kv_heads,
-                config.head_dim,
-            )
-            shapes |= {"window_k": window, "window_v": window}
-        return shapes
+        if window := self.window_tokens():
+            slots, heads = config.num_loops * config.num_layers, config.num_kv_heads
+            shapes |= dict.fromkeys(("window_k", "window_v"), (slots, batch, window, heads, config.head_dim))
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
 
     def init_cache(self, config: OuroConfig, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
         """An empty cache for `capacity` tokens a sequence."""
         self.check(config)
-        shapes = self.cache_shapes(config, batch, capacity)
-        return Cache({name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}, jnp.zeros(batch, jnp.int32))
+        shapes = self.cache_shapes(config, batch, capacity, dtype)
+        buffers = {name: jnp.zeros(buffer.shape, buffer.dtype) for name, buffer in shapes.items()}
+        return Cache(buffers, jnp.zeros(batch, jnp.int32))
 
     def cache_bytes(self, config: OuroConfig, tokens: int, dtype: DTypeLike) -> int:
         """Bytes of one sequence's cache at a capacity of `tokens`."""
-        numbers = sum(math.prod(shape) for shape in self.cache_shapes(config, 1, tokens).values())
-        return numbers * jnp.dtype(dtype).itemsize
+        buffers = self.cache_shapes(config, 1, tokens, dtype).values()
+        return sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
 
     @abc.abstractmethod
+    def fill(
+        self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
+    ) -> Transform[Cache]:
+        """Attention of one exact pass over `tokens` right-padded tokens that fills an empty cache."""
+
     def prefill(
         self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
     ) -> Transform:
-        """Attention of the prompt: one exact pass over `tokens` right-padded tokens that fills an empty cache."""
+        """Attention of the prompt, which fills an empty cache: exact, unless the scheme says otherwise."""
+        return self.fill(config, maps, cache, tokens, lengths)
 
     @abc.abstractmethod
     def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
         """Attention of one new token per sequence, at position `cache.lengths`."""
 
     @abc.abstractmethod
-    def swapped(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
-        """Attention of a parallel pass under the decoding rule, reading from a prefilled cache what decoding reads from
-        the cache.
+    def reread(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
+        """Attention of a parallel pass under the decoding rule, reading from a cache that holds all `tokens` tokens in
+        order what decoding reads from the cache. Gradients reach the maps and the cache.
         """
+
+    def swapped(self, config: OuroConfig, maps: Maps, batch: int, tokens: int, dtype: DTypeLike) -> Transform:
+        """An exact pass that fills a cache, and then `reread`."""
+        cache = self.init_cache(config, batch, tokens, dtype)
+        exact = self.fill(config, maps, cache, tokens, jnp.full(batch, tokens, jnp.int32))
+        again = lambda state: self.reread(config, maps, exact.finish(state), tokens)
+        return Transform(exact.stages, exact.state, again)
 
     def to_config(self) -> dict[str, Any]:
         """The entry `<interchange>_config` of an exported `config.json`: the fields that are set."""
@@ -139,12 +201,23 @@ class Scheme(abc.ABC):
         for problem, names in (("missing", required - entry.keys()), ("unknown", entry.keys() - fields.keys())):
             if names:
                 raise SchemeError(f"{cls.interchange}_config: {problem} {sorted(names)}; its fields are {list(fields)}")
+        hints = typing.get_type_hints(cls)
         for name, value in entry.items():
-            numbers = value if isinstance(value, list) else [value]
-            if (isinstance(value, list) and name in required) or any(type(number) is not int for number in numbers):
-                expected = "an integer" if name in required else "a list of integers"
+            allowed = _json_types(hints[name])
+            if type(value) not in allowed or (isinstance(value, list) and any(type(x) is not int for x in value)):
+                expected = " or ".join(_JSON_NAMES[kind] for kind in allowed)
                 raise SchemeError(f"{cls.interchange}_config: {name} must be {expected}, found {value!r}")
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
+
+
+_JSON_NAMES = {int: "an integer", bool: "true or false", str: "a string", list: "a list of integers"}
+
+
+def _json_types(hint: Any) -> list[type]:
+    """JSON's types of a field: those of the alternatives of a union; tuples of integers are lists."""
+    union = isinstance(hint, types.UnionType)
+    kinds = [typing.get_origin(kind) or kind for kind in (typing.get_args(hint) if union else (hint,))]
+    return [list if kind is tuple else kind for kind in kinds if kind is not type(None)]
 
 
 @jax.tree_util.register_dataclass
@@ -167,24 +240,15 @@ def put_tokens(buffer: Array, slot: Array | int, value: Array) -> Array:
 
 
 def new_token(buffers: dict[str, Array]) -> dict[str, Array]:
-    """Zeros for what one new token adds to a cache: [slots, B, ...] in float32 or wider for each buffer [slots, B, C,
-    ...].
+    """Zeros for what one new token adds to a cache: [slots, B, ...] for each buffer [slots, B, C, ...], numbers with a
+    fraction in float32 or wider.
     """
-    shape = lambda buffer: buffer.shape[:2] + buffer.shape[3:]
-    return {name: jnp.zeros(shape(buffer), accumulation_dtype(buffer.dtype)) for name, buffer in buffers.items()}
 
+    def zeros(buffer: Array) -> Array:
+        dtype = buffer.dtype if jnp.issubdtype(buffer.dtype, jnp.integer) else accumulation_dtype(buffer.dtype)
+        return jnp.zeros(buffer.shape[:2] + buffer.shape[3:], dtype)
 
-def store_token(buffers: dict[str, Array], new: dict[str, Array], position: Int[Array, " B"]) -> dict[str, Array]:
-    """Writes what `new_token` was filled with at each sequence's `position`; in a ring of W tokens that is slot
-    `position` mod W.
-
-    A decode step only reads the cache until its last loop is over, and then stores its token here, once: XLA copies a
-    buffer that is read and written in turns inside a loop.
-    """
-    put = lambda buffer, value: buffer.at[:, jnp.arange(position.shape[0]), position % buffer.shape[2]].set(
-        value.astype(buffer.dtype)
-    )
-    return {name: put(buffer, new[name]) for name, buffer in buffers.items()}
+    return {name: zeros(buffer) for name, buffer in buffers.items()}
 
 
 def slot_of(config: OuroConfig, inputs: LayerInputs) -> Int[Array, ""]:

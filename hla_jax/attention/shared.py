@@ -22,7 +22,6 @@ from hla_jax.attention.scheme import (
     Transform,
     new_token,
     put_tokens,
-    store_token,
 )
 from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode.reference import latent_decode
@@ -54,9 +53,9 @@ class SharedLoop(Scheme):
     def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
         return dict.fromkeys(("last_k", "last_v"), (config.num_layers, config.num_kv_heads, config.head_dim))
 
-    def prefill(
+    def fill(
         self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
-    ) -> Transform:
+    ) -> Transform[Cache]:
         positions = jnp.arange(tokens)[None]
 
         def attend(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
@@ -77,6 +76,7 @@ class SharedLoop(Scheme):
 
     def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
         buffers, position = cache.buffers, cache.lengths
+        past, visible = cache.past(buffers["last_k"].shape[2], self.window)
 
         def attend(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             q, k = rotate_qk(config, inputs, position[:, None])
@@ -84,9 +84,10 @@ class SharedLoop(Scheme):
                 q[:, 0],
                 buffers["last_k"][inputs.layer],
                 buffers["last_v"][inputs.layer],
-                jnp.maximum(position - self.window, 0),
+                past,
                 config.head_dim**-0.5,
                 window.read(config, buffers, inputs, q, k, position),
+                visible,
             )
             return (far + near)[:, None], window.note(config, new, inputs, k)
 
@@ -98,22 +99,18 @@ class SharedLoop(Scheme):
                 "last_v": new["last_v"].at[inputs.layer].set(inputs.v[:, 0]),
             }
 
-        return Transform(
-            self._stages(config, attend, attend_last),
-            new_token(buffers),
-            lambda new: Cache(store_token(buffers, new, position), position + 1),
-        )
+        return Transform(self._stages(config, attend, attend_last), new_token(buffers), cache.store)
 
-    def swapped(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
-        positions = jnp.arange(tokens)[None]
+    def reread(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
+        positions, buffers = jnp.arange(tokens)[None], cache.buffers
 
-        def attend(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+        def attend(state: None, inputs: LayerInputs) -> tuple[Array, None]:
             q, k = rotate_qk(config, inputs, positions)
             stored = (q, buffers["last_k"][inputs.layer], buffers["last_v"][inputs.layer])
-            far, near = hybrid_attention(stored, (q, k, inputs.v), self.window)
-            return far + near, buffers
+            far, near = hybrid_attention(stored, (q, k, inputs.v), self.window, eviction=cache.eviction)
+            return far + near, None
 
-        return Transform(self._stages(config, attend, attend), cache.buffers, lambda _: cache)
+        return Transform([Stage(range(config.num_loops), attend)], None, lambda _: cache)
 
     def _stages(self, config: OuroConfig, attend, attend_last) -> list[Stage]:
         last = config.num_loops - 1

@@ -111,7 +111,7 @@ def complete(
     stop = jnp.asarray(sorted({*model.stop_tokens, *_line_breaks(model)}), jnp.int32)
     for name in schemes:
         # Taken out of the dict: decoding overwrites the cache in place, and its memory is free afterwards.
-        made = _greedy(model, schemes[name], logits, caches.pop(name), stop, new_tokens)
+        made = _greedy(model, schemes[name], logits[name], caches.pop(name), stop, new_tokens)
         yield name, [str(model.tokenizer.decode(row[row >= 0])) for row in made]
 
 
@@ -144,9 +144,10 @@ def _prefill(
     tokens: Int[Array, "B S"],
     lengths: Int[Array, " B"],
     capacity: int,
-) -> tuple[Float[Array, "B V"], dict[str, Cache]]:
+) -> tuple[dict[str, Float[Array, "B V"]], dict[str, Cache]]:
     hidden, caches = together.prefill_hidden(params, config, schemes, tokens, lengths, capacity)
-    return ouro.logits(params, decode.last_hidden(hidden, lengths)), caches
+    logits = {name: ouro.logits(params, decode.last_hidden(states, lengths)) for name, states in hidden.items()}
+    return logits, caches
 
 
 def _score(name: str, setting: Setting, right: np.ndarray, full: np.ndarray) -> TaskScore:

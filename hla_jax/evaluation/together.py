@@ -1,4 +1,4 @@
-"""Several caches filled by one pass: prompts are exact under every scheme, so a prompt is read once for all of them."""
+"""Several caches filled by one pass: every scheme reads a prompt exactly at first, so one pass serves all of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax import Array
 
-from hla_jax.attention.scheme import Attention, Cache, Transform
+from hla_jax.attention.scheme import Attention, Cache, Transform, run_passes
 from hla_jax.config import OuroConfig
 from hla_jax.models import ouro
 from hla_jax.models.ouro import LayerInputs, Stage
@@ -22,8 +22,8 @@ def prefill_hidden(
     tokens: Int[Array, "B S"],
     lengths: Int[Array, " B"],
     capacity: int,
-) -> tuple[Float[Array, "B S d"], dict[str, Cache]]:
-    """As `generation.decode.prefill_hidden`, with the filled cache of every scheme."""
+) -> tuple[dict[str, Float[Array, "B S d"]], dict[str, Cache]]:
+    """As `generation.decode.prefill_hidden` of every scheme: hidden states by name, and the filled caches."""
 
     def prefill(attention: Attention) -> Transform:
         cache = attention.scheme.init_cache(config, tokens.shape[0], capacity, params["embed_tokens"].dtype)
@@ -32,7 +32,13 @@ def prefill_hidden(
     transforms = {name: prefill(attention) for name, attention in schemes.items()}
     states = {name: transform.state for name, transform in transforms.items()}
     hidden, states = ouro.run(params, config, tokens, _merged(config, transforms), states)
-    return hidden, {name: transform.finish(states[name]) for name, transform in transforms.items()}
+    results = {}
+    for name, transform in transforms.items():
+        made = transform.finish(states[name])
+        results[name] = (hidden, made) if isinstance(made, Cache) else run_passes(params, config, tokens, made)
+    return {name: hidden for name, (hidden, _) in results.items()}, {
+        name: cache for name, (_, cache) in results.items()
+    }
 
 
 def _merged(config: OuroConfig, transforms: dict[str, Transform]) -> list[Stage]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hla_jax.attention.scheme import Attention, Cache
+from hla_jax.attention.scheme import Attention, Cache, run_passes
 from hla_jax.config import OuroConfig
 from hla_jax.generation.sampling import Sampling, sample
 from hla_jax.models import ouro
@@ -58,8 +58,7 @@ def prefill_hidden(
         raise ValueError(f"the cache holds {capacity} tokens a sequence, the prompts have {tokens.shape[1]}")
     cache = attention.scheme.init_cache(config, tokens.shape[0], capacity, params["embed_tokens"].dtype)
     transform = attention.scheme.prefill(config, attention.params, cache, tokens.shape[1], lengths)
-    hidden, state = ouro.run(params, config, tokens, transform.stages, transform.state)
-    return hidden, transform.finish(state)
+    return run_passes(params, config, tokens, transform)
 
 
 def step(
@@ -67,8 +66,8 @@ def step(
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Decodes one token of every sequence through the cache. Returns the logits of the next one."""
     transform = attention.scheme.decode(config, attention.params, cache)
-    hidden, state = ouro.run(params, config, tokens[:, None], transform.stages, transform.state)
-    return ouro.logits(params, hidden[:, 0]), transform.finish(state)
+    hidden, cache = run_passes(params, config, tokens[:, None], transform)
+    return ouro.logits(params, hidden[:, 0]), cache
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")

@@ -16,7 +16,18 @@ from tiny import GOLDEN_MODELS, TOLERANCE, golden
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-@pytest.mark.parametrize("scheme", ["full", "shared", "hla_random", "hla_random_w0"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "full",
+        "shared",
+        "hla_random",
+        "hla_random_w0",
+        "lla_latent_second_pass",
+        "lla_latent_first_pass",
+        "lla_exact_first_pass",
+    ],
+)
 @pytest.mark.parametrize("name", GOLDEN_MODELS)
 def test_teacher_forced_logits(name, scheme, dtype):
     g = golden(name, dtype)
@@ -25,6 +36,9 @@ def test_teacher_forced_logits(name, scheme, dtype):
         "shared": Attention(SharedLoop(g.hla.window)),
         "hla_random": Attention(g.hla, g.maps),
         "hla_random_w0": Attention(dataclasses.replace(g.hla, window=0), g.maps),
+        "lla_latent_second_pass": Attention(g.lla, g.lla_maps),
+        "lla_latent_first_pass": Attention(dataclasses.replace(g.lla, single_pass=True), g.lla_maps),
+        "lla_exact_first_pass": Attention(dataclasses.replace(g.lla, first_pass="exact"), g.lla_maps),
     }[scheme]
     tokens = jnp.asarray(g.codecs["input_ids"])[None]
     logits = decode_forced(Model(g.config, g.params, attention), tokens, g.prompt_length)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hla_jax.attention.full import FullCache
 from hla_jax.attention.hla import HLA
-from hla_jax.attention.scheme import SchemeError, new_token, put_tokens, store_token
+from hla_jax.attention.scheme import Cache, SchemeError, new_token, put_tokens
 from hla_jax.attention.shared import SharedLoop
 from hla_jax.config import OURO_1P4B, OURO_2P6B
 from tiny import tiny_config
@@ -97,13 +97,13 @@ def test_a_cache_of_impossible_sizes_is_not_allocated(scheme):
 
 
 def test_a_token_is_stored_at_its_position_or_its_slot_of_the_ring():
-    buffers = {"plain": jnp.zeros((2, 3, 9, 4)), "ring": jnp.zeros((5, 3, 2, 1, 4))}
+    buffers = {"plain": jnp.zeros((2, 3, 9, 4)), "window": jnp.zeros((5, 3, 2, 1, 4))}
     new = new_token(buffers)
-    assert {name: value.shape for name, value in new.items()} == {"plain": (2, 3, 4), "ring": (5, 3, 1, 4)}
+    assert {name: value.shape for name, value in new.items()} == {"plain": (2, 3, 4), "window": (5, 3, 1, 4)}
     position = np.array([0, 5, 8])
     new = {name: jax.random.normal(jax.random.key(0), value.shape) for name, value in new.items()}
-    stored = store_token(buffers, new, jnp.asarray(position))
-    for name, slot in (("plain", position), ("ring", position % 2)):
+    stored = Cache(buffers, jnp.asarray(position)).store(new).buffers
+    for name, slot in (("plain", position), ("window", position % 2)):
         for sequence in range(3):
             np.testing.assert_array_equal(stored[name][:, sequence, slot[sequence]], new[name][:, sequence])
         assert np.count_nonzero(stored[name]) == new[name].size

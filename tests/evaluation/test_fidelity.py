@@ -91,10 +91,10 @@ def test_one_pass_fills_every_cache_as_its_own_pass_would(model, schemes, tokens
     for name, attention in schemes.items():
         own = jax.jit(decode.prefill_hidden, static_argnums=(1, 5))
         alone, cache = own(model.params, model.config, attention, jnp.asarray(tokens), lengths, 20)
-        np.testing.assert_allclose(hidden, alone, atol=1e-5)
+        np.testing.assert_allclose(hidden[name], alone, atol=1e-5)
         for buffer, expected in cache.buffers.items():
             np.testing.assert_allclose(caches[name].buffers[buffer], expected, atol=2e-5, err_msg=f"{name} {buffer}")
-    np.testing.assert_array_equal(decode.last_hidden(hidden, lengths)[1], hidden[1, 6])
+        np.testing.assert_array_equal(decode.last_hidden(hidden[name], lengths)[1], hidden[name][1, 6])
 
 
 def test_prompts_that_leave_nothing_to_decode_are_refused(model, schemes, tokens):

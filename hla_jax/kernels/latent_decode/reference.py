@@ -28,13 +28,25 @@ class Window(NamedTuple):
 
 @overload
 def latent_decode(
-    q: Array, keys: Array, values: Array, lengths: Array, scale: float, window: Window
+    q: Array,
+    keys: Array,
+    values: Array,
+    lengths: Array,
+    scale: float,
+    window: Window,
+    visible: Array | None = None,
 ) -> tuple[Array, Array, Array]: ...
 
 
 @overload
 def latent_decode(
-    q: Array, keys: Array, values: Array, lengths: Array, scale: float, window: None = None
+    q: Array,
+    keys: Array,
+    values: Array,
+    lengths: Array,
+    scale: float,
+    window: None = None,
+    visible: Array | None = None,
 ) -> tuple[Array, None, Array]: ...
 
 
@@ -45,16 +57,19 @@ def latent_decode(
     lengths: Int[Array, " B"],
     scale: float,
     window: Window | None = None,
+    visible: Bool[Array, "B C"] | None = None,
 ) -> tuple[Float[Array, "B H rv"], Float[Array, "B H dh"] | None, Float[Array, "B H"]]:
     """Attends to the first `lengths` stored tokens of each sequence and to the window, with one softmax over both (HLA,
-    Eq. 4).
+    Eq. 4). With `visible`, to those among the stored tokens that it marks.
 
     Returns:
       The attention-weighted sum of stored values, that of the window's values (None without a window), and the
       log-sum-exp of all scores, in float32.
     """
     stored = _scores(q, keys) * scale
-    stored = jnp.where(jnp.arange(keys.shape[1]) < lengths[:, None, None], stored, -jnp.inf)
+    read = jnp.arange(keys.shape[1]) < lengths[:, None]
+    read = read if visible is None else read & visible
+    stored = jnp.where(read[:, None], stored, -jnp.inf)
     if window is None:
         weights, lse = _softmax(stored)
         return _weighted(weights, values), None, lse

@@ -1,0 +1,228 @@
+"""Linear codecs of keys and values: a latent per token that keys and values are rebuilt from when they are read.
+
+What a latent stands for is the codec's axis: the loops of one key-value head (LLA), loops and heads (LLA-2D), the heads
+of one loop, or adjacent layers. Each is a pair of linear maps around a mean, on keys before rotation (a rebuilt key is
+rotated at its token's position) and on values:
+
+    z = sum (k - mean) down  over the keys the latent stands for,      k = mean + z up
+
+so a latent is summed up while the loops and layers go by, in the cache itself when a prompt is read.
+
+Shapes: B batch, S tokens, C capacity, G key-value heads, H query heads, dh head size, r rank. A latent has a G axis
+where each head has its own.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from hla_jax.attention.full import rotate_qk
+from hla_jax.attention.parallel import exact_attention
+from hla_jax.attention.scheme import (
+    Cache,
+    Eviction,
+    Maps,
+    Scheme,
+    SchemeError,
+    Shape,
+    Transform,
+    new_token,
+    put_tokens,
+)
+from hla_jax.config import OuroConfig
+from hla_jax.kernels.latent_decode.reference import Window, latent_decode
+from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, rotate
+from hla_jax.models.ouro import LayerInputs, Stage
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+Buffers = dict[str, Array]
+
+
+class Part(NamedTuple):
+    """The maps of the keys (or values) of one layer and loop."""
+
+    down: Float[Array, "G dh r"]
+    up: Float[Array, "G r dh"]
+    mean: Float[Array, "G dh"]
+
+
+class Axis(NamedTuple):
+    """What the latents of a model stand for: `groups` a token, each for `heads` of the G heads at a time (1 or G), over
+    `size` numbers; kept in `slots` x `groups` latents a token.
+    """
+
+    slots: int
+    groups: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec(Scheme):
+    """What every linear codec shares: how it writes and rebuilds, and single-pass decoding.
+
+    A new token reads rebuilt keys and values of the past, and its own exactly. Prompts are exact.
+
+    Attributes:
+      rank_k, rank_v: numbers of a latent of keys and of values.
+    """
+
+    rank_k: int
+    rank_v: int
+
+    @abc.abstractmethod
+    def axis(self, config: OuroConfig) -> Axis:
+        """How many latents a token has, and what each stands for."""
+
+    @abc.abstractmethod
+    def slot(self, config: OuroConfig, loop: Array | int, layer: Array | int) -> Array | int:
+        """Slot of a layer and loop in the latents' buffers."""
+
+    @abc.abstractmethod
+    def part(self, config: OuroConfig, maps: Maps, name: str, loop: Array, layer: Array) -> Part:
+        """The maps `<name>_down`, `<name>_up`, `<name>_mean` of one layer and loop; `name` is "k" or "v"."""
+
+    def check(self, config: OuroConfig) -> None:
+        most = self.axis(config).size
+        for name, rank in (("rank_k", self.rank_k), ("rank_v", self.rank_v)):
+            if not 1 <= rank <= most:
+                raise SchemeError(f"{name} must be in 1 .. {most}, the numbers that a latent stands for; found {rank}")
+
+    def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+        axis = self.axis(config)
+        heads = () if axis.groups == 1 else (axis.groups,)
+        return {
+            "latent_k": (axis.slots, *heads, self.rank_k),
+            "latent_v": (axis.slots, *heads, self.rank_v),
+        }
+
+    # What the maps compute for one layer and loop.
+
+    def encode(self, config: OuroConfig, maps: Maps, inputs: LayerInputs) -> dict[str, Float[Array, "B S ..."]]:
+        """What the keys (before rotation) and values of a layer at a loop add to their latents."""
+        sums = "bsge,ger->bsgr" if self.axis(config).groups > 1 else "bsge,ger->bsr"
+
+        def latent(name: str, x: Float[Array, "B S G dh"]) -> Float[Array, "B S ..."]:
+            part = self.part(config, maps, name, inputs.loop, inputs.layer)
+            return jnp.einsum(sums, x - part.mean, part.down)
+
+        return {"latent_k": latent("k", inputs.k), "latent_v": latent("v", inputs.v)}
+
+    def rebuilt(
+        self,
+        config: OuroConfig,
+        maps: Maps,
+        loop: Array,
+        layer: Array,
+        latents: Buffers,
+        positions: Int[Array, "#B C"],
+        dtype: DTypeLike,
+    ) -> tuple[Float[Array, "B C G dh"], Float[Array, "B C G dh"]]:
+        """Rotated keys, and values, of one layer and loop from their latents."""
+        sums = "bcgr,gre->bcge" if self.axis(config).groups > 1 else "bcr,gre->bcge"
+
+        def rebuild(name: str) -> Float[Array, "B C G dh"]:
+            part = self.part(config, maps, name, loop, layer)
+            return jnp.einsum(sums, latents[f"latent_{name}"], part.up) + part.mean
+
+        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, accumulation_dtype(jnp.dtype(dtype)))
+        return rotate(rebuild("k"), positions, frequencies).astype(dtype), rebuild("v").astype(dtype)
+
+    # How a layer at a loop reads latents.
+
+    def latents(self, config: OuroConfig, buffers: Buffers, inputs: LayerInputs) -> Buffers:
+        """The latents of a layer at a loop: [B, C, ...] of a cache, [B, ...] of a new token."""
+        slot = self.slot(config, inputs.loop, inputs.layer)
+        return {name: buffers[name][slot] for name in self.token_shapes(config)}
+
+    def read_all(
+        self, config: OuroConfig, maps: Maps, inputs: LayerInputs, latents: Buffers, eviction: Eviction | None
+    ) -> Float[Array, "B S H dh"]:
+        """Every token reads the latents of all tokens up to itself."""
+        positions = jnp.arange(inputs.h.shape[1])[None]
+        q, _ = rotate_qk(config, inputs, positions)
+        k, v = self.rebuilt(config, maps, inputs.loop, inputs.layer, latents, positions, q.dtype)
+        return exact_attention(q, k, v, eviction=eviction)
+
+    def read_past(
+        self, config: OuroConfig, maps: Maps, inputs: LayerInputs, cache: Cache, own: Buffers | None
+    ) -> Float[Array, "B 1 H dh"]:
+        """A new token reads the latents of the past, and its own (`own`), or its own keys and values exactly (None)."""
+        rebuild = functools.partial(self.rebuilt, config, maps, inputs.loop, inputs.layer, dtype=inputs.q.dtype)
+        stored = self.latents(config, cache.buffers, inputs)
+        past = rebuild(latents=stored, positions=cache.positions(stored["latent_k"].shape[1]))
+        if own is None:
+            return decode_exact(config, inputs, cache, past)
+        one = {name: latent[:, None] for name, latent in own.items()}
+        k, v = rebuild(latents=one, positions=cache.lengths[:, None])
+        return decode_exact(config, inputs, cache, past, (k[:, 0], v[:, 0]))
+
+    # The contract.
+
+    def fill(
+        self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
+    ) -> Transform[Cache]:
+        """Latents are summed up in the cache's own buffers, so a prompt needs no more memory than its cache and the
+        keys and values of one layer at one loop.
+        """
+        positions = jnp.arange(tokens)[None]
+
+        def attend(buffers: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+            q, k = rotate_qk(config, inputs, positions)
+            slot = self.slot(config, inputs.loop, inputs.layer)
+            added = {
+                name: put_tokens(buffers[name], slot, buffers[name][slot, :, :tokens] + part)
+                for name, part in self.encode(config, maps, inputs).items()
+            }
+            return exact_attention(q, k, inputs.v), buffers | added
+
+        return Transform(
+            [Stage(range(config.num_loops), attend)], cache.buffers, lambda buffers: Cache(buffers, lengths)
+        )
+
+    def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
+        def attend(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
+            return self.read_past(config, maps, inputs, cache, None), self.write(config, maps, inputs, new)
+
+        return Transform([Stage(range(config.num_loops), attend)], new_token(cache.buffers), cache.store)
+
+    def write(self, config: OuroConfig, maps: Maps, inputs: LayerInputs, new: Buffers) -> Buffers:
+        """Adds what a layer at a loop knows of a new token's latents."""
+        slot = self.slot(config, inputs.loop, inputs.layer)
+        parts = self.encode(config, maps, inputs)
+        return new | {name: new[name].at[slot].add(part[:, 0].astype(new[name].dtype)) for name, part in parts.items()}
+
+    def reread(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
+        """Every token reads rebuilt keys and values, its own included."""
+        buffers = {name: cache.buffers[name][:, :, :tokens] for name in self.token_shapes(config)}
+
+        def attend(state: None, inputs: LayerInputs) -> tuple[Array, None]:
+            latents = self.latents(config, buffers, inputs)
+            return self.read_all(config, maps, inputs, latents, cache.eviction), None
+
+        return Transform([Stage(range(config.num_loops), attend)], None, lambda _: cache)
+
+
+def decode_exact(
+    config: OuroConfig,
+    inputs: LayerInputs,
+    cache: Cache,
+    past: tuple[Float[Array, "B C G dh"], Float[Array, "B C G dh"]],
+    own: tuple[Float[Array, "B G dh"], Float[Array, "B G dh"]] | None = None,
+) -> Float[Array, "B 1 H dh"]:
+    """A new token reads keys and values of the past and its own: `own`, or (None) those of the layer."""
+    q, k = rotate_qk(config, inputs, cache.lengths[:, None])
+    k, v = (k[:, 0], inputs.v[:, 0]) if own is None else own
+    nothing = jnp.zeros((k.shape[0], 0, *k.shape[1:]), k.dtype)
+    itself = Window(q[:, 0], nothing, nothing, jnp.zeros(nothing.shape[:2], bool), k, v)
+    lengths, visible = cache.past(past[0].shape[1])
+    stored, own_sum, _ = latent_decode(q[:, 0], *past, lengths, config.head_dim**-0.5, itself, visible)
+    return (stored + own_sum)[:, None]
