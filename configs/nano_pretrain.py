@@ -39,7 +39,7 @@ def get_config() -> ml_collections.ConfigDict:
     steps = {"recall": 0.2, "tracking": 0.2, "chain": 0.5, "text": 0.1}
     late = {"recall": 0.3, "tracking": 0.2, "chain": 0.3, "text": 0.2}
     stages = (
-        Stage(400, rows=48, length=64, mixture=bare, filler=0.1, longest_bare=64, whole=0.4),
+        Stage(800, rows=48, length=64, mixture=bare, filler=0.1, longest_bare=64, whole=0.4),
         Stage(80, rows=24, length=128, mixture=early, filler=0.6, longest_bare=128, whole=0.5),
         Stage(200, rows=12, length=256, mixture=middle, filler=0.8, whole=0.6, learning_rate=(0.8, 0.8)),
         Stage(200, rows=6, length=512, mixture=middle, filler=0.85, whole=0.6, learning_rate=(0.6, 0.45)),

@@ -24,7 +24,8 @@ from hla_jax import tensor_files
 from hla_jax.config import read_json
 from hla_jax.tensor_files import PendingTensor, WeightsError
 
-SCHEMES = ("hla", "lla")
+SCHEMES = ("hla", "lla", "head_latent", "layer_latent", "low_bit", "shared_loop")
+EVICTION = "eviction_config"
 BASE = "base_model"
 
 _MAP = re.compile(rf"model\.layers\.\d+\.self_attn\.({'|'.join(SCHEMES)})\.\w+")
@@ -97,25 +98,25 @@ def fingerprint(directory: str | os.PathLike[str]) -> str:
     return lines.hexdigest()
 
 
-def read_attention(directory: str | os.PathLike[str]) -> tuple[str, dict[str, Any]] | None:
-    """The scheme of an exported directory and the fields of its `config.json` entry; None if it is a plain model.
+def read_attention(directory: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """The entries of a scheme in an exported directory's `config.json`; none if it is a plain model.
 
     Raises:
       WeightsError: `config.json` has the entries of two schemes, an entry that is no object, or tensors but no entry.
     """
     directory = pathlib.Path(directory)
     config = read_json(directory / "config.json")
-    entries = {scheme: config[f"{scheme}_config"] for scheme in SCHEMES if f"{scheme}_config" in config}
+    entries = {name: config[name] for name in (f"{scheme}_config" for scheme in SCHEMES) if name in config}
     if len(entries) > 1:
-        found = ", ".join(f"{scheme}_config" for scheme in entries)
-        raise WeightsError(f"{directory / 'config.json'}: expected one scheme, found {found}")
-    for scheme, fields in entries.items():
+        raise WeightsError(f"{directory / 'config.json'}: expected one scheme, found {', '.join(entries)}")
+    if EVICTION in config:
+        entries |= {EVICTION: config[EVICTION]}
+    for name, fields in entries.items():
         if not isinstance(fields, dict):
-            raise WeightsError(f"{directory / 'config.json'}: {scheme}_config must be an object, found {fields!r}")
-        return scheme, fields
-    if maps := sorted(filter(is_map, tensor_files.open_tensors(directory))):
+            raise WeightsError(f"{directory / 'config.json'}: {name} must be an object, found {fields!r}")
+    if not entries and (maps := sorted(filter(is_map, tensor_files.open_tensors(directory)))):
         raise WeightsError(f"{directory}: has the map {maps[0]}, but config.json has no entry for its scheme")
-    return None
+    return entries
 
 
 def load_maps(
@@ -130,7 +131,7 @@ def load_maps(
 
     Args:
       path: a directory, or one safetensors file.
-      scheme: "hla" or "lla".
+      scheme: one of `SCHEMES`.
       shapes: each map's shape in one layer.
       dtype: to convert to; None keeps what is stored.
       mesh: devices that each get a copy. None: the default device.

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from hla_jax import attention_files
 from hla_jax import tokenizer as tokenizers
+from hla_jax.attention import registry
 from hla_jax.attention.full import FullCache, exact_stages
-from hla_jax.attention.hla import HLA
-from hla_jax.attention.scheme import Attention, Scheme, SchemeError, run_passes
+from hla_jax.attention.scheme import Attention, run_passes
 from hla_jax.config import OuroConfig
 from hla_jax.models import ouro, weights
 
@@ -31,7 +31,6 @@ NANO = pathlib.Path(__file__).parent / "assets" / "nano"
 """The embedded model: a small Ouro that was really trained, for tests, notebooks and the main job."""
 
 _FULL_CACHE = Attention(FullCache())
-_SCHEMES: dict[str, type[Scheme]] = {"hla": HLA}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,17 +87,13 @@ def load(
 
 
 def _load_attention(directory: pathlib.Path, config: OuroConfig, mesh: Mesh | None) -> Attention:
-    found = attention_files.read_attention(directory)
-    if found is None:
-        return _FULL_CACHE
-    name, entry = found
-    if name not in _SCHEMES:
-        raise SchemeError(f"{directory / 'config.json'}: scheme {name!r} is not one of {', '.join(_SCHEMES)}")
-    scheme = _SCHEMES[name].from_config(entry)
+    scheme = registry.from_entries(attention_files.read_attention(directory))
     scheme.check(config)
-    return Attention(
-        scheme, attention_files.load_maps(directory, name, scheme.map_shapes(config), config.num_layers, mesh=mesh)
-    )
+    shapes = scheme.map_shapes(config)
+    if not shapes:
+        return Attention(scheme)
+    maps = attention_files.load_maps(directory, scheme.interchange, shapes, config.num_layers, mesh=mesh)
+    return Attention(scheme, maps)
 
 
 def forward(

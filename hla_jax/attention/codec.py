@@ -20,6 +20,7 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -56,13 +57,16 @@ class Part(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """What the latents of a model stand for: `groups` a token, each for `heads` of the G heads at a time (1 or G), over
-    `size` numbers; kept in `slots` x `groups` latents a token.
-    """
+    """What a latent stands for."""
 
     slots: int
+    """Of the cache's buffers."""
     groups: int
+    """Latents a token in each slot: one of all heads, or one a head."""
     size: int
+    """Numbers that one stands for."""
+    layers: int = 1
+    """Adjacent layers that share it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +93,20 @@ class Codec(Scheme):
     @abc.abstractmethod
     def part(self, config: OuroConfig, maps: Maps, name: str, loop: Array, layer: Array) -> Part:
         """The maps `<name>_down`, `<name>_up`, `<name>_mean` of one layer and loop; `name` is "k" or "v"."""
+
+    @abc.abstractmethod
+    def trajectories(self, config: OuroConfig, x: Float[Array, "n T N G dh"]) -> Float[Array, "N latents size"]:
+        """What the latents of N tokens stand for, from their keys or values in the n layers that share latents."""
+
+    @abc.abstractmethod
+    def spread(
+        self,
+        config: OuroConfig,
+        down: Float[np.ndarray, "latents size r"],
+        up: Float[np.ndarray, "latents r size"],
+        mean: Float[np.ndarray, "latents size"],
+    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """The maps of the layers that share latents, one layer after the other, from maps of whole trajectories."""
 
     def check(self, config: OuroConfig) -> None:
         most = self.axis(config).size

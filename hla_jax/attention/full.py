@@ -58,6 +58,8 @@ def exact_stages(
 class FullCache(Scheme):
     """Rotated keys and values of every loop and layer, slot t * L + l: 2 T L G dh numbers a token."""
 
+    interchange = "full_cache"
+
     def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
         slots = config.num_loops * config.num_layers
         return dict.fromkeys(("k", "v"), (slots, config.num_kv_heads, config.head_dim))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from hla_jax.attention import absorbed
@@ -117,6 +118,18 @@ class LLA(Codec):
         if self.fold_heads:
             return Part(down, jnp.moveaxis(up.reshape(-1, *trajectory)[:, :, loop], 0, 1), mean)
         return Part(down, up.reshape(trajectory[0], -1, *trajectory[1:])[:, :, loop], mean)
+
+    def trajectories(self, config: OuroConfig, x: Float[Array, "n T N G dh"]) -> Float[Array, "N latents size"]:
+        return jnp.moveaxis(x[0], 0, 2).reshape(x.shape[2], -1, self.axis(config).size)
+
+    def spread(
+        self,
+        config: OuroConfig,
+        down: Float[np.ndarray, "latents size r"],
+        up: Float[np.ndarray, "latents r size"],
+        mean: Float[np.ndarray, "latents size"],
+    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        return [(down[0], up[0], mean[0]) if self.fold_heads else (down, up, mean)]
 
     # How a layer at a loop writes and reads latents: rebuilt, or absorbed.
 

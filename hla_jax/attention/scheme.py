@@ -111,10 +111,8 @@ def run_passes(
 class Scheme(abc.ABC):
     """What every cache scheme provides. Implementations are frozen dataclasses, hashable and static under `jax.jit`."""
 
-    interchange: ClassVar[str | None] = None
-    """Name of the scheme's maps and config entry in a checkpoint (`self_attn.<name>.*`, `<name>_config`); None if it
-    has no maps.
-    """
+    interchange: ClassVar[str]
+    """Name of the scheme's maps and config entry in a checkpoint (`self_attn.<name>.*`, `<name>_config`)."""
 
     def check(self, config: OuroConfig) -> None:  # noqa: B027 (most schemes fit every model)
         """Raises `SchemeError` if the sizes do not fit the model."""

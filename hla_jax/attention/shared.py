@@ -41,6 +41,8 @@ class SharedLoop(Scheme):
     Stores 2 G dh numbers a token and layer, and 2 T G dh W a sequence and layer.
     """
 
+    interchange = "shared_loop"
+
     window: int
 
     def check(self, config: OuroConfig) -> None:

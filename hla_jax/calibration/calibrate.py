@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 import numpy as np
 
+from hla_jax.attention.codec import Codec
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention, Scheme
 from hla_jax.calibration import moments
+from hla_jax.calibration.codec import codec_maps
 from hla_jax.calibration.moments import KeyMoments, Sequences, ValueMoments
 from hla_jax.calibration.principal import LARGEST_MOMENT, leading_eigenvectors, value_directions
 from hla_jax.config import OuroConfig
@@ -51,6 +53,9 @@ def principal_maps(
 ) -> Iterator[dict[str, Float[np.ndarray, "..."]]]:
     """The initialisation of one scheme, layer by layer. Raises `TypeError` for a scheme that has none."""
     raise TypeError(f"no closed-form initialisation for {type(scheme).__name__}")
+
+
+principal_maps.register(Codec, codec_maps)
 
 
 @principal_maps.register(HLA)

@@ -130,22 +130,26 @@ def measure(
     sequences: Sequences,
     measures: Sequence[Measure],
     operands: Sequence[Float[np.ndarray, "L ..."] | None] | None = None,
+    together: int = 1,
 ) -> list[Float[np.ndarray, "L ..."]]:
     """The sums of all measures over all tokens, for every layer, in one pass over the data for each group of layers.
 
-    `operands` has one for each measure that takes one.
+    `operands` has one for each measure that takes one. With `together` > 1 a measure is of that many adjacent layers:
+    it gets attention inputs [n, T, N, d] and projections [n, ...], and L counts such sets of layers.
     """
     operands = operands or [None] * len(measures)
     wide = accumulation_dtype(params["embed_tokens"].dtype)
     numbers = sum(math.prod(each.shape) for each in measures)
-    size = int(np.clip(MOMENT_BYTES // (numbers * jnp.dtype(wide).itemsize), 1, config.num_layers))
+    sets = config.num_layers // together
+    size = int(np.clip(MOMENT_BYTES // (numbers * jnp.dtype(wide).itemsize), 1, sets))
     groups = []
-    for start in range(0, config.num_layers, size):
-        layers = range(start, min(start + size, config.num_layers))
-        mine = jax.tree.map(lambda operand: operand[layers.start : layers.stop], list(operands))  # noqa: B023
-        sums = [jnp.zeros((len(layers), *each.shape), wide) for each in measures]
+    for start in range(0, sets, size):
+        stop = min(start + size, sets)
+        layers = range(start * together, stop * together)
+        mine = jax.tree.map(lambda operand: operand[start:stop], list(operands))  # noqa: B023
+        sums = [jnp.zeros((stop - start, *each.shape), wide) for each in measures]
         for tokens, lengths in _micro_batches(params, config, sequences, layers):
-            sums = _add(params, config, tokens, lengths, layers, tuple(measures), sums, mine)
+            sums = _add(params, config, tokens, lengths, layers, together, tuple(measures), sums, mine)
         groups.append([np.asarray(total) for total in sums])
     return [np.concatenate(parts) for parts in zip(*groups, strict=True)]
 
@@ -166,8 +170,8 @@ def _micro_batches(
             bar.update(int(np.sum(rows < count)))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "layers", "measures"), donate_argnames="sums")
-def _add(params, config, tokens, lengths, layers, measures, sums, operands):
+@functools.partial(jax.jit, static_argnames=("config", "layers", "together", "measures"), donate_argnames="sums")
+def _add(params, config, tokens, lengths, layers, together, measures, sums, operands):
     positions = jnp.arange(tokens.shape[1])[None]
     h = attention_inputs(params, config, tokens, positions, layers=layers)
     h = h.reshape(*h.shape[:2], -1, config.hidden_size)
@@ -181,7 +185,10 @@ def _add(params, config, tokens, lengths, layers, measures, sums, operands):
             for each, total, operand in zip(measures, sums, operands, strict=True)
         ]
 
-    return jax.lax.map(one_layer, (sums, jnp.moveaxis(h, 1, 0), projections, operands))
+    h = jnp.moveaxis(h, 1, 0)
+    if together > 1:
+        h, projections = jax.tree.map(lambda x: x.reshape(-1, together, *x.shape[1:]), (h, projections))
+    return jax.lax.map(one_layer, (sums, h, projections, operands))
 
 
 def _joint_values(h, counted, projections, loops: range):

@@ -23,14 +23,14 @@ LARGEST_MOMENT = 8192
 # arXiv:0909.4061) with this many extra directions and rounds.
 LARGEST_EXACT = 2048
 _OVERSAMPLING = 32
-_ROUNDS_FORMED, _ROUNDS_STREAMED = 4, 2
+ROUNDS_FORMED, ROUNDS_STREAMED = 4, 2
 
 
 def leading_eigenvectors(moment: Float[np.ndarray, "D D"], count: int) -> Float[np.ndarray, "D k"]:
     """Eigenvectors of the `count` largest eigenvalues of a symmetric matrix, largest first."""
     size = moment.shape[0]
     if size > LARGEST_EXACT:
-        return _subspace_iteration(lambda basis: moment @ basis, _random_basis(size, count), count, _ROUNDS_FORMED)
+        return subspace_iteration(lambda basis: moment @ basis, random_basis(size, count), count, ROUNDS_FORMED)
     _, vectors = scipy.linalg.eigh(np.asarray(moment, np.float64), subset_by_index=(size - count, size - 1))
     return vectors[:, ::-1]
 
@@ -50,19 +50,20 @@ def value_directions(
         layers = tqdm(formed, "principal directions of values", leave=False)
         return np.stack([leading_eigenvectors(moment, rank) for moment in layers])
     dimensions = len(loops) * config.num_kv_heads * config.head_dim
-    start = _random_basis(dimensions, rank)
+    start = random_basis(dimensions, rank)
     product = [ValueProducts(config, loops, start.shape[1])]
     multiply = lambda basis: moments.measure(params, config, sequences, product, [basis])[0]
     basis = np.broadcast_to(start, (config.num_layers, *start.shape))
-    return _subspace_iteration(multiply, basis, rank, _ROUNDS_STREAMED)
+    return subspace_iteration(multiply, basis, rank, ROUNDS_STREAMED)
 
 
-def _random_basis(dimensions: int, rank: int) -> Float[np.ndarray, "D k"]:
+def random_basis(dimensions: int, rank: int) -> Float[np.ndarray, "D k"]:
+    """An orthonormal start of `subspace_iteration`: the rank, and some directions more."""
     width = min(rank + _OVERSAMPLING, dimensions)
     return np.linalg.qr(np.random.default_rng(0).standard_normal((dimensions, width)))[0].astype(np.float32)
 
 
-def _subspace_iteration(
+def subspace_iteration(
     multiply: Callable[[np.ndarray], np.ndarray], basis: Float[np.ndarray, "*L D k"], rank: int, rounds: int
 ) -> Float[np.ndarray, "*L D rank"]:
     """Leading eigenvectors of the symmetric matrices that `multiply` applies, from an orthonormal start."""

@@ -56,6 +56,7 @@ def run(
     stages: Sequence[Stage],
     state: Any,
     every_loop: bool = False,
+    remat: bool = False,
 ) -> tuple[Float[Array, "... B S d"], Any]:
     """Runs all loops.
 
@@ -66,6 +67,7 @@ def run(
       stages: attention of the loops, covering 0 .. T-1 in order.
       state: what `attend` carries from layer to layer and loop to loop.
       every_loop: return the state after every loop, [T, B, S, d], instead of the last one, [B, S, d].
+      remat: a backward pass computes each layer again instead of keeping what it computed.
 
     Returns:
       The hidden states after `model.norm` (which feed the gate, the head and the next loop), and the last state.
@@ -75,13 +77,14 @@ def run(
             f"stages must cover loops 0 .. {config.num_loops - 1} in order, found {[s.loops for s in stages]}"
         )
     x = params["embed_tokens"][tokens]
+    layer_of = jax.checkpoint(_layer, static_argnums=(1, 4)) if remat else _layer
     hidden: list[Any] = []
     for stage in stages:
 
         def one_loop(carry: Any, loop: Array, attend: Attend = stage.attend) -> tuple[Any, Array | None]:
             def one_layer(carry: Any, indexed: Any) -> tuple[Any, None]:
                 (x, state), (p, layer) = carry, indexed
-                return _layer(p, config, x, state, attend, loop, layer), None
+                return layer_of(p, config, x, state, attend, loop, layer), None
 
             (x, state), _ = jax.lax.scan(one_layer, carry, (params["layers"], jnp.arange(config.num_layers)))
             x = layers.rms_norm(x, params["norm"], config.rms_norm_eps)

@@ -7,7 +7,7 @@ import pathlib
 import shutil
 
 from hla_jax import attention_files, tensor_files
-from hla_jax.attention.full import FullCache
+from hla_jax.attention import registry
 from hla_jax.attention.scheme import Attention
 from hla_jax.model import Model
 from hla_jax.models import weights
@@ -51,8 +51,8 @@ def export(
       overwrite: allows `directory` to be an earlier export, which is then replaced.
 
     Raises:
-      ExportError: the scheme has no interchange format, its maps do not fit it, `maps_only` and the weights are not the
-        base's, or `directory` has something that is not an earlier export.
+      ExportError: the maps do not fit the scheme, `maps_only` and the weights are not the base's, or `directory` has
+        something that is not an earlier export.
       FileExistsError: `directory` is not empty, and `overwrite` is false.
     """
     attention = model.attention if attention is None else attention
@@ -63,8 +63,7 @@ def export(
     if maps_only:
         config |= {attention_files.BASE: _base_entry(model, tensors, attention, target, base_id)}
         tensors = {}
-    if attention.scheme.interchange is not None:
-        tensors |= attention_files.pending_maps(attention.scheme.interchange, attention.params)
+    tensors |= attention_files.pending_maps(attention.scheme.interchange, attention.params)
     replace = overwrite and target.exists() and any(target.iterdir())
     if replace and not _is_export(target):
         raise ExportError(f"{target}: overwrite replaces earlier exports only; its config.json has no scheme's entry")
@@ -78,20 +77,16 @@ def export(
 
 def _scheme_entry(model: Model, attention: Attention) -> dict[str, object]:
     """What `config.json` says of the scheme, once its maps are known to fit."""
-    scheme, name = attention.scheme, attention.scheme.interchange
-    if name is None:
-        if not isinstance(scheme, FullCache):
-            raise ExportError(
-                f"{type(scheme).__name__} has no interchange format; expected the full cache or one of "
-                f"{', '.join(attention_files.SCHEMES)}"
-            )
+    scheme, entries = attention.scheme, registry.to_entries(attention.scheme)
+    if not entries:
         return {}
     expected = {name: (model.config.num_layers, *shape) for name, shape in scheme.map_shapes(model.config).items()}
     found = {name: tuple(stack.shape) for name, stack in attention.params.items()}
     for key in sorted(expected.keys() | found.keys()):
         if expected.get(key) != found.get(key):
             raise ExportError(f"map {key}: the scheme implies shape {expected.get(key)}, found {found.get(key)}")
-    return {"architectures": [f"Ouro{name.upper()}ForCausalLM"], f"{name}_config": scheme.to_config()}
+    kind = registry.SCHEMES[scheme.interchange].__name__
+    return {"architectures": [f"Ouro{kind if kind != 'FullCache' else ''}ForCausalLM"], **entries}
 
 
 def _base_entry(
@@ -102,8 +97,8 @@ def _base_entry(
     base_id: str | None,
 ) -> dict[str, str]:
     """The base model of a maps-only export, once its files are known to be the weights that the maps go with."""
-    if attention.scheme.interchange is None:
-        raise ExportError("maps_only needs a scheme with maps, found the full cache")
+    if not attention.params:
+        raise ExportError(f"maps_only needs a scheme with maps, found {type(attention.scheme).__name__}")
     if model.path is None:
         raise ExportError("maps_only needs a base to load again, but this model was made in memory; export it whole")
     base = attention_files.base_directory(model.path).resolve()
@@ -119,4 +114,4 @@ def _base_entry(
 
 
 def _is_export(directory: pathlib.Path) -> bool:
-    return (directory / "config.json").is_file() and attention_files.read_attention(directory) is not None
+    return (directory / "config.json").is_file() and bool(attention_files.read_attention(directory))

@@ -6,12 +6,15 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from hla_jax import attention_files
+from hla_jax.attention.baselines import HeadLatent, LayerLatent
 from hla_jax.attention.full import FullCache
+from hla_jax.attention.lla import LLA
 from hla_jax.attention.scheme import Attention
 from hla_jax.attention.shared import SharedLoop
 from hla_jax.config import OuroConfig
@@ -110,15 +113,33 @@ def test_own_attention_is_the_default(model, attention, tmp_path):
 
 def test_full_cache_writes_the_plain_model(model, tmp_path):
     export(model, Attention(FullCache()), tmp_path / "out")
-    assert attention_files.read_attention(tmp_path / "out") is None
+    assert attention_files.read_attention(tmp_path / "out") == {}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["OuroForCausalLM"]
     with pytest.raises(ExportError, match="maps_only needs a scheme with maps"):
         export(model, Attention(FullCache()), tmp_path / "maps", maps_only=True)
 
 
-def test_scheme_without_interchange_is_refused(model, tmp_path):
-    with pytest.raises(ExportError, match="SharedLoop has no interchange format"):
-        export(model, Attention(SharedLoop(4)), tmp_path / "out")
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        SharedLoop(4),
+        LLA(12, 20, first_pass="exact"),
+        LLA(9, 9, True, rank_rope=4),
+        HeadLatent(5, 7),
+        LayerLatent(5, 7, 3),
+    ],
+)
+def test_every_scheme_comes_back(model, tmp_path, scheme):
+    draw = lambda shape: jnp.asarray(
+        np.random.default_rng(0).normal(size=(model.config.num_layers, *shape)), jnp.float32
+    )
+    attention = Attention(scheme, {name: draw(shape) for name, shape in scheme.map_shapes(model.config).items()})
+    export(model, attention, tmp_path / "out")
+    found = read_back(tmp_path / "out")[1]
+    assert found.scheme == scheme
+    assert found.params.keys() == attention.params.keys()
+    for name, stack in attention.params.items():
+        np.testing.assert_array_equal(found.params[name], stack)
 
 
 def test_maps_that_do_not_fit_the_scheme_are_refused(model, attention, tmp_path):

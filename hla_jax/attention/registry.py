@@ -1,0 +1,33 @@
+"""Every cache scheme by its name, and as the entries of a `config.json` or a config file.
+
+A scheme is written as `{"<name>_config": {its fields}}`; eviction around it adds `"eviction_config"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hla_jax.attention.baselines import HeadLatent, LayerLatent
+from hla_jax.attention.full import FullCache
+from hla_jax.attention.hla import HLA
+from hla_jax.attention.lla import LLA
+from hla_jax.attention.scheme import Scheme, SchemeError
+from hla_jax.attention.shared import SharedLoop
+
+SCHEMES: dict[str, type[Scheme]] = {
+    scheme.interchange: scheme for scheme in (FullCache, SharedLoop, HLA, LLA, HeadLatent, LayerLatent)
+}
+
+
+def to_entries(scheme: Scheme) -> dict[str, dict[str, Any]]:
+    """The entries of a scheme; none for the full cache alone."""
+    return {} if scheme == FullCache() else {f"{scheme.interchange}_config": scheme.to_config()}
+
+
+def from_entries(entries: Mapping[str, Any]) -> Scheme:
+    """The inverse of `to_entries`; other keys are left alone. Raises `SchemeError` for two schemes, or bad fields."""
+    found = [name for name in SCHEMES if f"{name}_config" in entries]
+    if len(found) > 1:
+        raise SchemeError(f"expected one scheme, found {', '.join(f'{name}_config' for name in found)}")
+    return SCHEMES[found[0]].from_config(entries[f"{found[0]}_config"]) if found else FullCache()
