@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
-from hla_jax.attention.scheme import Attention, Cache
+from hla_jax.attention.scheme import Attention
 from hla_jax.evaluation.schemes import FULL, Schemes, distinct
 from hla_jax.generation import decode
 from hla_jax.generation.sampling import Sampling, request_keys
@@ -101,8 +101,8 @@ class _Run:
     def seconds(self) -> float:
         """Time of one dispatch."""
         progress = self._progress
-        lengths = jnp.full_like(progress.made, self._context)
-        progress = dataclasses.replace(progress, cache=Cache(progress.cache.buffers, lengths))
+        cache = dataclasses.replace(progress.cache, lengths=jnp.full_like(progress.made, self._context))
+        progress = dataclasses.replace(progress, cache=cache)
         jax.block_until_ready(progress)
         start = time.perf_counter()
         out, self._progress = decode.advance(

@@ -146,7 +146,7 @@ def advance(
         over = progress.done | (progress.made >= limit)
         logits, cache = step(params, config, attention, progress.cache, progress.token)
         # A finished request must not advance: its position would run past the capacity.
-        cache = Cache(cache.buffers, jnp.where(over, progress.cache.lengths, cache.lengths))
+        cache = dataclasses.replace(cache, lengths=jnp.where(over, progress.cache.lengths, cache.lengths))
         token = jnp.where(over, progress.token, sample(logits, sampling, keys, progress.made))
         out = out.at[:, index].set(jnp.where(over, -1, token))
         made = progress.made + jnp.where(over, 0, 1)

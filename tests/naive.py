@@ -1,0 +1,186 @@
+"""Decoding written out in numpy and float64, one token, one head, one score at a time: an oracle of the cache schemes.
+
+A `Store` notes what a scheme keeps of each token, and says how a query reads one stored token: its score and its value.
+Everything else is common: which tokens are read exactly, which are read from the store, one softmax over both.
+"""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from hla_jax.config import OuroConfig
+
+Visible = Callable[[int, int], bool]
+
+
+def rotate(config: OuroConfig, x: np.ndarray, position: int) -> np.ndarray:
+    """Turns x [..., dh], pairs (f, f + dh/2)."""
+    half = config.head_dim // 2
+    turn = np.exp(1j * position * config.rope_theta ** (-np.arange(half) / half))
+    z = (x[..., :half] + 1j * x[..., half:]) * turn
+    return np.concatenate([z.real, z.imag], axis=-1)
+
+
+class Store:
+    """Exact keys (not rotated) and values of every token, loop and layer: the full cache."""
+
+    rewritten = range(0)
+    """Loops whose stored part a second pass writes anew."""
+
+    def __init__(self, config: OuroConfig, maps: dict | None = None):
+        self.config = config
+        self.maps = {name: np.asarray(value, np.float64) for name, value in (maps or {}).items()}
+        self.kv: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def note(self, i: int, loop: int, layer: int, h: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        self.kv[i, loop, layer] = k, v
+
+    def rebuilt(self, j: int, loop: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys before rotation, and values, [G, dh], as the store has them."""
+        return self.kv[j, loop, layer]
+
+    def read(self, i: int, j: int, loop: int, layer: int, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Scores [H] of token i's queries [H, dh] for the stored token j, and its values [H, dh]."""
+        return self.match(q, i, j, *self.rebuilt(j, loop, layer))
+
+    def exact(self, i: int, j: int, loop: int, layer: int, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same for the token itself and those of the window."""
+        return self.match(q, i, j, *self.kv[j, loop, layer])
+
+    def match(self, q: np.ndarray, i: int, j: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        k, v = (np.repeat(x, self.config.heads_per_kv, axis=0) for x in (k, v))
+        scores = (rotate(self.config, q, i) * rotate(self.config, k, j)).sum(-1)
+        return scores / self.config.head_dim**0.5, v
+
+
+class SharedStore(Store):
+    """The last loop's keys and values."""
+
+    def rebuilt(self, j, loop, layer):
+        return self.kv[j, self.config.num_loops - 1, layer]
+
+
+class LatentStore(Store):
+    """HLA: the main latent and loop 1's, in blocks that rotate like heads."""
+
+    rewritten = range(1)
+
+    def __init__(self, config, maps):
+        super().__init__(config, maps)
+        self.latents: dict[tuple[int, bool, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def note(self, i, loop, layer, h, k, v):
+        super().note(i, loop, layer, h, k, v)
+        at, mine = ((layer,), "1") if loop == 0 else ((layer, loop - 1), "")
+        parts = [self.maps[name + mine][at] @ h for name in ("write_k", "write_v")]
+        before = (0, 0) if loop <= 1 else self.latents[i, True, layer]
+        self.latents[i, loop > 0, layer] = before[0] + parts[0], before[1] + parts[1]
+
+    def read(self, i, j, loop, layer, q):
+        at, mine = ((layer,), "1") if loop == 0 else ((layer, loop - 1), "")
+        key, value = self.latents[j, loop > 0, layer]
+        turned = lambda x, position: rotate(self.config, x.reshape(-1, self.config.head_dim), position).ravel()
+        read_q, read_o = self.maps["read_q" + mine][at], self.maps["read_o" + mine][at]
+        queries = [turned(one @ down, i) for one, down in zip(q, read_q, strict=True)]
+        scores = np.array([query @ turned(key, j) for query in queries]) / self.config.head_dim**0.5
+        return scores, np.einsum("r,hre->he", value, read_o)
+
+
+class TrajectoryStore(Store):
+    """LLA: a latent of each head's keys, and of its values, over all loops."""
+
+    def rebuilt(self, j, loop, layer):
+        def part(name: str, which: int) -> np.ndarray:
+            loops = range(self.config.num_loops)
+            x = np.concatenate([self.kv[j, each, layer][which] for each in loops], axis=-1)  # [G, T dh]
+            mean, down, up = (self.maps[f"{name}_{part}"][layer] for part in ("mean", "down", "up"))
+            z = np.einsum("ge,ger->gr", x - mean, down)
+            back = mean + np.einsum("gr,gre->ge", z, up)
+            return back.reshape(len(back), self.config.num_loops, -1)[:, loop]
+
+        return part("k", 0), part("v", 1)
+
+
+def decode(
+    params: dict,
+    config: OuroConfig,
+    store: Store,
+    tokens: np.ndarray,
+    prompt: int,
+    visible: Visible = lambda i, j: True,
+    window: int = 0,
+    passes: int = 1,
+) -> np.ndarray:
+    """Logits [S, V] of one sequence whose first `prompt` tokens are read exactly. With two passes, the second's, in
+    which every token, of the prompt too, is read from the store. `visible(i, j)`: whether token i, beyond the prompt,
+    still finds token j in the store.
+    """
+    logits = []
+    for i, token in enumerate(np.asarray(tokens)):
+
+        def first(loop, layer, h, q, k, v, i=i):
+            store.note(i, loop, layer, h, k, v)
+            exact = [j for j in range(i + 1) if i < prompt or i - j <= window]
+            stored = [j for j in range(i + 1) if j not in exact and visible(i, j)]
+            at = loop, layer, q
+            return attend([store.exact(i, j, *at) for j in exact] + [store.read(i, j, *at) for j in stored])
+
+        def second(loop, layer, h, q, k, v, i=i):
+            return attend([store.read(i, j, loop, layer, q) for j in range(i + 1) if i < prompt or visible(i, j)])
+
+        logits.append([forward(params, config, token, one) for one in (first, second)[:passes]][-1])
+    return np.stack(logits)
+
+
+def swapped(
+    params: dict, config: OuroConfig, store: Store, tokens: np.ndarray, visible: Visible, window: int
+) -> np.ndarray:
+    """Logits [S, V] of a second pass over one sequence that an exact pass has stored; a window of -1 reads even the
+    token itself from the store.
+    """
+    decode(params, config, store, tokens, len(tokens))
+    own = type(store)(config, store.maps)
+    logits = []
+    for i, token in enumerate(np.asarray(tokens)):
+
+        def again(loop, layer, h, q, k, v, i=i):
+            own.note(i, loop, layer, h, k, v)
+            exact = [j for j in range(i + 1) if i - j <= window]
+            stored = [j for j in range(i + 1) if j not in exact and visible(i, j)]
+            read = own.read if loop in own.rewritten else store.read
+            at = loop, layer, q
+            return attend([own.exact(i, j, *at) for j in exact] + [read(i, j, *at) for j in stored])
+
+        logits.append(forward(params, config, token, again))
+    return np.stack(logits)
+
+
+def attend(read: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """Softmax over what was read: scores [H] and values [H, dh] of every token."""
+    scores, values = (np.stack(x) for x in zip(*read, strict=True))
+    weights = np.exp(scores - scores.max(axis=0))
+    return np.einsum("jh,jhe->he", weights / weights.sum(axis=0), values)
+
+
+def forward(params: dict, config: OuroConfig, token: int, attend: Callable) -> np.ndarray:
+    """Logits of one token; `attend(loop, layer, h, q, k, v)` gives the heads' output."""
+
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt(np.mean(x**2) + config.rms_norm_eps) * weight
+
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    x = params["embed_tokens"][token]
+    for loop in range(config.num_loops):
+        for layer in range(config.num_layers):
+            p = {name: stacked[layer] for name, stacked in params["layers"].items()}
+            h = norm(x, p["input_layernorm"])
+            q, k, v = ((p[name] @ h).reshape(-1, config.head_dim) for name in ("q_proj", "k_proj", "v_proj"))
+            x = x + norm(p["o_proj"] @ attend(loop, layer, h, q, k, v).ravel(), p["input_layernorm_2"])
+            h = norm(x, p["post_attention_layernorm"])
+            gate = p["gate_proj"] @ h
+            x = x + norm(
+                p["down_proj"] @ (gate / (1 + np.exp(-gate)) * (p["up_proj"] @ h)), p["post_attention_layernorm_2"]
+            )
+        x = norm(x, params["norm"])
+    return params["lm_head"] @ x
