@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from hla_jax import attention_files
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.lla import LLA
-from hla_jax.attention.scheme import Attention
+from hla_jax.attention.scheme import Attention, Scheme
 from hla_jax.config import OuroConfig
 from hla_jax.models import weights
 
@@ -94,9 +94,14 @@ def tiny_tokens(config: OuroConfig, batch: int, length: int, seed: int = 0) -> j
 
 
 def random_hla(config: OuroConfig, window: int, dtype: str = "float32", seed: int = 0) -> Attention:
-    """HLA with fewer ranks than the keys have, and random maps that give outputs of the size of the exact ones."""
-    rng = np.random.default_rng(seed)
+    """HLA with fewer ranks than the keys have, and random maps."""
     scheme = HLA(config.head_dim * (config.num_loops - 1), config.head_dim, config.head_dim, window)
+    return random_maps(scheme, config, dtype, seed)
+
+
+def random_maps(scheme: Scheme, config: OuroConfig, dtype: str = "float32", seed: int = 0) -> Attention:
+    """Random maps that give outputs of the size of the exact ones."""
+    rng = np.random.default_rng(seed)
     draw = lambda shape: jnp.asarray(rng.normal(size=(config.num_layers, *shape)) / shape[-1] ** 0.5, dtype)
     return Attention(scheme, {name: draw(shape) for name, shape in scheme.map_shapes(config).items()})
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 Maps = dict[str, Array]
-Batch = dict[str, Array]
+Batch = dict[str, Any]
 
 HELD_OUT = "held_out/kl"
 # Tokens whose logits exist at once.
@@ -84,7 +85,7 @@ def distill(
     Raises:
       DataError, CheckpointError, TrainingError, Interrupted: see `training.loop.run`.
     """
-    return train(model, attention, tokenizer, config, workdir, lambda maps, batch, index: batch)
+    return train(model, attention, tokenizer, config, workdir, lambda maps, batch, step: batch)
 
 
 def train(
@@ -93,7 +94,7 @@ def train(
     tokenizer: Any,
     config: DistillConfig,
     workdir: pathlib.Path,
-    prepare: Any,
+    prepare: Callable[[Maps, Batch, Array], Batch],
 ) -> Attention:
     """As `distill`; `prepare(maps, batch, step)` makes of a batch of documents the one to learn from."""
     scheme = attention.scheme
@@ -105,7 +106,8 @@ def train(
     follow = jax.jit(lambda maps, batch, params: loss(maps, batch, jax.random.key(0), params)[1])
 
     def evaluate(maps: Maps) -> dict[str, float]:
-        found = [jax.device_get(follow(maps, batch, model.params)) for batch in held_out]
+        prepared = (prepare(maps, batch, jnp.asarray(number)) for number, batch in enumerate(held_out))
+        found = [jax.device_get(follow(maps, batch, model.params)) for batch in prepared]
         total = sum(weight for weight, _ in found)
         return {f"held_out/{name}": float(sum(w * m[name] for w, m in found) / total) for name in found[0][1]}
 
@@ -113,7 +115,8 @@ def train(
     update = make_step(loss, optimizer, config.micro_batches)
     state = loop.run(
         init(attention.params, optimizer, config.seed),
-        lambda state, batch: update(state, prepare(state.params, batch, state.step), model.params),
+        # Held-out batches have the first numbers.
+        lambda state, batch: update(state, prepare(state.params, batch, len(held_out) + state.step), model.params),
         stream(seed=config.seed, process=(jax.process_index(), jax.process_count())),
         config.loop,
         workdir,
