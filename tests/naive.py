@@ -4,6 +4,7 @@ A `Store` notes what a scheme keeps of each token, and says how a query reads on
 Everything else is common: which tokens are read exactly, which are read from the store, one softmax over both.
 """
 
+import copy
 from collections.abc import Callable
 
 import jax
@@ -102,6 +103,23 @@ class TrajectoryStore(Store):
         return part("k", 0), part("v", 1)
 
 
+class LowBitStore(Store):
+    """Codes of keys with a quantiser a channel, and of values with a quantiser a token and head."""
+
+    def __init__(self, config, maps, bits: int):
+        super().__init__(config, maps)
+        self.bits = bits
+
+    def rebuilt(self, j, loop, layer):
+        most = 2**self.bits - 1
+        nearest = lambda x, low, step: low + np.clip(np.rint((x - low) / step), 0, most) * step
+        k, v = self.kv[j, loop, layer]
+        step = self.maps["k_step"][layer, loop]
+        low = v.min(axis=-1, keepdims=True).astype(np.float16).astype(float)
+        step_v = ((v.max(axis=-1, keepdims=True) - low) / most).astype(np.float16).astype(float)
+        return nearest(k, self.maps["k_center"][layer, loop] - most / 2 * step, step), nearest(v, low, step_v)
+
+
 def decode(
     params: dict,
     config: OuroConfig,
@@ -139,8 +157,8 @@ def swapped(
     """Logits [S, V] of a second pass over one sequence that an exact pass has stored; a window of -1 reads even the
     token itself from the store.
     """
+    own = copy.deepcopy(store)
     decode(params, config, store, tokens, len(tokens))
-    own = type(store)(config, store.maps)
     logits = []
     for i, token in enumerate(np.asarray(tokens)):
 

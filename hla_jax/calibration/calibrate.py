@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from hla_jax.attention.codec import Codec
+from hla_jax.attention.eviction import Evicted
 from hla_jax.attention.hla import HLA
+from hla_jax.attention.low_bit import LowBit
 from hla_jax.attention.scheme import Attention, Scheme
 from hla_jax.calibration import moments
 from hla_jax.calibration.codec import codec_maps
+from hla_jax.calibration.low_bit import channel_maps
 from hla_jax.calibration.moments import KeyMoments, Sequences, ValueMoments
 from hla_jax.calibration.principal import LARGEST_MOMENT, leading_eigenvectors, value_directions
 from hla_jax.config import OuroConfig
@@ -56,6 +59,15 @@ def principal_maps(
 
 
 principal_maps.register(Codec, codec_maps)
+principal_maps.register(LowBit, channel_maps)
+
+
+@principal_maps.register(Evicted)
+def evicted_maps(
+    scheme: Evicted, params: ouro.Params, config: OuroConfig, sequences: Sequences
+) -> Iterator[dict[str, Float[np.ndarray, "..."]]]:
+    """Those of the scheme that it wraps."""
+    return principal_maps(scheme.scheme, params, config, sequences)
 
 
 @principal_maps.register(HLA)
