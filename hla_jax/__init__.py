@@ -9,8 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hla_jax.attention.eviction import Evicted as Evicted
     from hla_jax.attention.full import FullCache as FullCache
+    from hla_jax.attention.baselines import HeadLatent as HeadLatent
+    from hla_jax.attention.baselines import LayerLatent as LayerLatent
     from hla_jax.attention.hla import HLA as HLA
+    from hla_jax.attention.lla import LLA as LLA
+    from hla_jax.attention.low_bit import LowBit as LowBit
     from hla_jax.attention.scheme import Attention as Attention
     from hla_jax.attention.shared import SharedLoop as SharedLoop
     from hla_jax.calibration.calibrate import calibrate as calibrate
@@ -25,9 +30,14 @@ if TYPE_CHECKING:
 
 _HOME = {
     "HLA": "attention.hla",
+    "HeadLatent": "attention.baselines",
+    "LLA": "attention.lla",
+    "LayerLatent": "attention.baselines",
     "NANO": "model",
     "Attention": "attention.scheme",
+    "Evicted": "attention.eviction",
     "FullCache": "attention.full",
+    "LowBit": "attention.low_bit",
     "Model": "model",
     "SharedLoop": "attention.shared",
     "calibrate": "calibration.calibrate",
