@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hla_jax.attention.eviction import Evicted as Evicted
-    from hla_jax.attention.full import FullCache as FullCache
     from hla_jax.attention.baselines import HeadLatent as HeadLatent
     from hla_jax.attention.baselines import LayerLatent as LayerLatent
+    from hla_jax.attention.eviction import Evicted as Evicted
+    from hla_jax.attention.full import FullCache as FullCache
     from hla_jax.attention.hla import HLA as HLA
     from hla_jax.attention.lla import LLA as LLA
     from hla_jax.attention.low_bit import LowBit as LowBit

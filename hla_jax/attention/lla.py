@@ -216,11 +216,14 @@ class LLA(Codec):
             if not self._two_passes:
                 return cache.store(new)
 
-            def second(state: None, inputs: LayerInputs) -> tuple[Array, None]:
+            def second(lengths: Array, inputs: LayerInputs) -> tuple[Array, Array]:
                 own = self.latents(config, new, inputs)
-                return self.read_past(config, maps, inputs, cache, own), None
+                return self.read_past(config, maps, inputs, cache, own), jnp.maximum(lengths, 0)
 
-            return Transform([Stage(loops, second)], None, lambda _: cache.store(new))
+            # The lengths go through the pass unchanged, so that storing waits for its end: XLA copies a cache that it
+            # might write while it is still read.
+            store = lambda lengths: dataclasses.replace(cache, lengths=lengths).store(new)
+            return Transform([Stage(loops, second)], position, store)
 
         return Transform([Stage(loops, first)], new_token(cache.buffers), finish)
 

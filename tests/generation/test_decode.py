@@ -5,7 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hla_jax.attention.eviction import Evicted
 from hla_jax.attention.full import FullCache
+from hla_jax.attention.hla import HLA
+from hla_jax.attention.lla import LLA
+from hla_jax.attention.low_bit import LowBit
 from hla_jax.attention.scheme import Attention
 from hla_jax.attention.shared import SharedLoop
 from hla_jax.generation import decode
@@ -88,20 +92,30 @@ def test_a_prompt_longer_than_the_cache_is_refused():
         decode.prefill(tiny_params(config), config, Attention(FullCache()), tiny_tokens(config, 3, 9), LENGTHS, 8)
 
 
-@pytest.mark.parametrize("scheme", ["full", "shared", "hla"])
+SCHEMES = [
+    FullCache(),
+    SharedLoop(64),
+    HLA(24, 8, 8, 64),
+    LLA(16, 16),
+    LowBit(4),
+    Evicted(HLA(24, 8, 8, 64), 1024),
+]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: type(scheme).__name__)
 def test_the_compiled_step_copies_no_cache(scheme):
     """24 layers: the cache is aliased, and everything temporary fits in two layers' slices of it."""
     config, batch, capacity = tiny_config(num_layers=24, num_loops=4, num_kv_heads=4), 2, 2048
-    attention = {"full": Attention(FullCache()), "shared": Attention(SharedLoop(64)), "hla": random_hla(config, 64)}[
-        scheme
-    ]
+    shapes = scheme.map_shapes(config).items()
+    maps = {name: jax.ShapeDtypeStruct((config.num_layers, *shape), jnp.float32) for name, shape in shapes}
+    attention = Attention(scheme, maps)
     params = weights.abstract_params(config, "float32")
-    cache = jax.eval_shape(lambda: attention.scheme.init_cache(config, batch, capacity, jnp.float32))
+    cache = jax.eval_shape(lambda: scheme.init_cache(config, batch, capacity, jnp.float32))
     numbers = jax.ShapeDtypeStruct((batch,), jnp.int32)
     progress = decode.Progress(cache, numbers, numbers, jax.ShapeDtypeStruct((batch,), bool))
     keys = jax.eval_shape(lambda: request_keys(jnp.zeros(batch, jnp.uint32)))
     stop = jax.ShapeDtypeStruct((1,), jnp.int32)
     step = decode.advance.lower(params, config, attention, progress, Sampling(), keys, stop, numbers, 8).compile()
-    memory, cache_bytes = step.memory_analysis(), batch * attention.scheme.cache_bytes(config, capacity, jnp.float32)
+    memory, cache_bytes = step.memory_analysis(), batch * scheme.cache_bytes(config, capacity, jnp.float32)
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes <= 2 * cache_bytes / config.num_layers
