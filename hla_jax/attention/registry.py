@@ -9,19 +9,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from hla_jax.attention.baselines import HeadLatent, LayerLatent
+from hla_jax.attention.eviction import Evicted
 from hla_jax.attention.full import FullCache
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.lla import LLA
+from hla_jax.attention.low_bit import LowBit
 from hla_jax.attention.scheme import Scheme, SchemeError
 from hla_jax.attention.shared import SharedLoop
+from hla_jax.attention_files import EVICTION
 
 SCHEMES: dict[str, type[Scheme]] = {
-    scheme.interchange: scheme for scheme in (FullCache, SharedLoop, HLA, LLA, HeadLatent, LayerLatent)
+    scheme.interchange: scheme for scheme in (FullCache, SharedLoop, HLA, LLA, HeadLatent, LayerLatent, LowBit)
 }
 
 
 def to_entries(scheme: Scheme) -> dict[str, dict[str, Any]]:
     """The entries of a scheme; none for the full cache alone."""
+    if isinstance(scheme, Evicted):
+        return to_entries(scheme.scheme) | {EVICTION: {"budget": scheme.budget, "first": scheme.first}}
     return {} if scheme == FullCache() else {f"{scheme.interchange}_config": scheme.to_config()}
 
 
@@ -30,4 +35,10 @@ def from_entries(entries: Mapping[str, Any]) -> Scheme:
     found = [name for name in SCHEMES if f"{name}_config" in entries]
     if len(found) > 1:
         raise SchemeError(f"expected one scheme, found {', '.join(f'{name}_config' for name in found)}")
-    return SCHEMES[found[0]].from_config(entries[f"{found[0]}_config"]) if found else FullCache()
+    scheme = SCHEMES[found[0]].from_config(entries[f"{found[0]}_config"]) if found else FullCache()
+    if EVICTION not in entries:
+        return scheme
+    around = entries[EVICTION]
+    if around.keys() != {"budget", "first"} or any(type(value) is not int for value in around.values()):
+        raise SchemeError(f"{EVICTION} must have the integers budget and first, found {dict(around)!r}")
+    return Evicted(scheme, **around)

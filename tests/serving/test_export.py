@@ -13,8 +13,10 @@ from safetensors.numpy import load_file, save_file
 
 from hla_jax import attention_files
 from hla_jax.attention.baselines import HeadLatent, LayerLatent
+from hla_jax.attention.eviction import Evicted
 from hla_jax.attention.full import FullCache
 from hla_jax.attention.lla import LLA
+from hla_jax.attention.low_bit import LowBit
 from hla_jax.attention.scheme import Attention
 from hla_jax.attention.shared import SharedLoop
 from hla_jax.config import OuroConfig
