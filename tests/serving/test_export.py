@@ -129,6 +129,9 @@ def test_full_cache_writes_the_plain_model(model, tmp_path):
         LLA(9, 9, True, rank_rope=4),
         HeadLatent(5, 7),
         LayerLatent(5, 7, 3),
+        LowBit(2),
+        Evicted(LLA(12, 20), 64),
+        Evicted(FullCache(), 9, first=2),
     ],
 )
 def test_every_scheme_comes_back(model, tmp_path, scheme):
