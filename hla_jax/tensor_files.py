@@ -208,6 +208,17 @@ def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
+def new_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a temporary sibling of `path` to write, then renames it into place; an error leaves nothing of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
 def new_directory(directory: str | os.PathLike[str], replace: bool = False) -> Iterator[pathlib.Path]:
     """Yields a temporary sibling of `directory` to fill, then renames it into place; an error leaves nothing of it.
 

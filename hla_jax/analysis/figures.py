@@ -5,17 +5,17 @@ Every function returns a matplotlib `Figure`; `save` writes it.
 
 from __future__ import annotations
 
-import itertools
-import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib import colors, ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from hla_jax import tensor_files
 
 _RC: dict[Any, Any] = {
     "font.size": 9,
@@ -38,11 +38,31 @@ _HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
 _MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 _LINES = ("-", "-", "--", "-.", ":", "--", "-.")
 
+# After as many curves as there are colours, hollow markers, and then half hollow ones.
+_FILLS = ("full", "none", "left")
+
 # A logarithmic axis is used where values differ by more than this factor.
 _LOG_FROM = 6.0
 
 Series = Mapping[str, Sequence[float]]
 Interval = tuple[float, float]
+
+
+class Points(NamedTuple):
+    """A curve with its own x, and the interval of each y."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    intervals: Sequence[Interval]
+
+
+class Panel(NamedTuple):
+    """One of several plots over one kind of x: curve -> points; a logarithmic y, or one with limits."""
+
+    ylabel: str
+    curves: Mapping[str, Points]
+    log: bool = False
+    ylim: tuple[float, float] | None = None
 
 
 def bars(
@@ -73,7 +93,7 @@ def bars(
         figure, axes = _axes(max(4.2 if len(series) < 3 else 5.6, 1.2 + 0.42 * slots), 3.2)
         width = 0.84 / len(series)
         for index, (name, values) in enumerate(series.items()):
-            style = _index(name, series, styles)
+            style = _index(name, series, styles) % len(_COLOURS)
             x = np.arange(len(groups)) + (index - (len(series) - 1) / 2) * width
             colour = _COLOURS[style]
             axes.bar(
@@ -133,9 +153,9 @@ def lines(
         figure, axes = _axes(5.2, 3.2)
         for name, values in series.items():
             style = _index(name, series, styles)
-            axes.plot(x, values, label=name, color=_COLOURS[style], marker=_MARKERS[style], linestyle=_LINES[style])
+            (line,) = axes.plot(x, values, label=name, **_line_style(style))
             if intervals:
-                axes.fill_between(x, *np.transpose(intervals[name]), color=_COLOURS[style], alpha=0.13, linewidth=0)
+                axes.fill_between(x, *np.transpose(intervals[name]), color=line.get_color(), alpha=0.13, linewidth=0)
         if log_x:
             axes.set_xscale("log", base=2)
             axes.set_xticks(list(x), [f"{value:,.0f}" for value in x])
@@ -147,6 +167,37 @@ def lines(
         axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel)
         _legend(axes, len(series))
+    return figure
+
+
+def panels(parts: Sequence[Panel], xlabel: str, *, styles: Sequence[str], ticks: Sequence[float]) -> Figure:
+    """Plots side by side over one logarithmic x, with one legend beside them.
+
+    Args:
+      parts: the plots.
+      xlabel: what all have below.
+      styles: all names, in the order that fixes their colours.
+      ticks: of the x axis.
+    """
+    with matplotlib.rc_context(_RC):
+        figure = Figure(figsize=(3.6 * len(parts) + 1.8, 3.6), layout="constrained")
+        named: dict[str, Any] = {}
+        for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
+            for name, (x, y, intervals) in part.curves.items():
+                low, high = np.transpose(intervals)
+                spread = np.maximum([np.subtract(y, low), np.subtract(high, y)], 0)
+                named[name] = axes.errorbar(x, y, spread, elinewidth=0.8, **_line_style(styles.index(name)))
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(list(ticks), [f"{tick:g}" for tick in ticks])
+            axes.minorticks_off()
+            if part.log:
+                _log_y(axes)
+            if part.ylim:
+                axes.set_ylim(*part.ylim)
+            axes.set_xlabel(xlabel)
+            axes.set_ylabel(part.ylabel)
+        order = [name for name in styles if name in named]
+        figure.legend([named[name] for name in order], order, loc="outside right upper")
     return figure
 
 
@@ -165,16 +216,8 @@ def training_curves(
         left, right = figure.subplots(1, 2)
         left.plot(*loss, color=_COLOURS[0], linewidth=1.2)
         left.set_ylabel("training loss")
-        for style, (name, values) in zip(itertools.cycle(range(len(_COLOURS))), held_out[1].items()):
-            right.plot(
-                held_out[0],
-                values,
-                label=name,
-                color=_COLOURS[style],
-                marker=_MARKERS[style],
-                linestyle=_LINES[style],
-                markersize=4,
-            )
+        for style, (name, values) in enumerate(held_out[1].items()):
+            right.plot(held_out[0], values, label=name, markersize=4, **_line_style(style))
         right.set_ylabel(ylabel)
         right.legend()
         for axes, curves in ((left, [loss[1]]), (right, held_out[1].values())):
@@ -186,9 +229,8 @@ def training_curves(
 
 def save(figure: Figure, path: pathlib.Path) -> None:
     """Writes a PNG under a temporary name and renames it."""
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png")
-    os.replace(partial, path)
+    with tensor_files.new_file(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def _axes(width: float, height: float) -> tuple[Figure, Axes]:
@@ -216,7 +258,13 @@ def _legend(axes: Axes, count: int) -> None:
 
 
 def _index(name: str, series: Series, styles: Sequence[str] | None) -> int:
-    return list(styles if styles is not None else series).index(name) % len(_COLOURS)
+    return list(styles if styles is not None else series).index(name)
+
+
+def _line_style(index: int) -> dict[str, Any]:
+    turn, style = divmod(index, len(_COLOURS))
+    fill = _FILLS[turn % len(_FILLS)]
+    return {"color": _COLOURS[style], "marker": _MARKERS[style], "linestyle": _LINES[style], "fillstyle": fill}
 
 
 def _tint(colour: str) -> tuple[float, ...]:

@@ -80,6 +80,12 @@ def score(example: Example, completion: str) -> bool:
     return _result(completion.split("\n")[0]) == _result(example.answer)
 
 
+def is_answer(completion: str) -> bool:
+    """Whether `completion` gives an answer, right or wrong: a line that has ended, in a number (copying apart)."""
+    line, ended, _ = completion.partition("\n")
+    return bool(ended) and re.fullmatch("[0-9]+", _result(line)) is not None
+
+
 class Filler:
     """Lines of real text to put between definitions, with their lengths in tokens.
 

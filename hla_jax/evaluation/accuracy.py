@@ -27,7 +27,7 @@ from hla_jax.model import Model
 from hla_jax.models import ouro
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
 # Prompts and caches are padded to multiples of this, so that settings of one length share their compiled programs.
 _PADDING = 64
@@ -54,6 +54,19 @@ class TaskScore:
     gained: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """One scheme's answers to the questions of one setting.
+
+    Attributes:
+      right: whether the result is the right one.
+      given: whether there is a result: a line that ends, within the new tokens allowed, and ends in a number.
+    """
+
+    right: Bool[np.ndarray, " N"]
+    given: Bool[np.ndarray, " N"]
+
+
 def score_tasks(
     model: Model,
     schemes: Schemes,
@@ -63,38 +76,57 @@ def score_tasks(
     examples: int = 64,
     seed: int = 0,
 ) -> list[TaskScore]:
+    """As `ask`, with the full cache as `FULL` among the schemes: counts of right answers, paired with its."""
+    scores = []
+    for setting, answers in ask(model, schemes, settings, filler, examples=examples, seed=seed).items():
+        scores += [_score(name, setting, answers[name].right, answers[FULL].right) for name in schemes]
+    return scores
+
+
+def ask(
+    model: Model,
+    schemes: Schemes,
+    settings: Sequence[Setting],
+    filler: synthetic.Filler,
+    *,
+    examples: int = 64,
+    seed: int = 0,
+    room: int = 0,
+) -> dict[Setting, dict[str, Answers]]:
     """Asks every scheme the same `examples` questions of every setting, all questions of one setting in one batch.
 
     The prompts are read in one exact pass that fills all caches; each scheme then generates from its own.
 
     Args:
       model: with a tokenizer.
-      schemes: name -> scheme and maps, among them the full cache as `FULL`.
+      schemes: name -> scheme and maps.
       settings: tasks, lengths and distances.
       filler: lines of text between the definitions.
       examples: questions of each setting.
       seed: of the questions.
+      room: new tokens allowed beyond those of the setting's longest right answer.
     """
     questions = {setting: setting.examples(examples, filler, seed) for setting in settings}
-    new_tokens = {setting: answer_length(asked, model.tokenizer.encode) for setting, asked in questions.items()}
-    scores = []
+    new_tokens = {setting: room + answer_length(asked, model.tokenizer.encode) for setting, asked in questions.items()}
+    answers: dict[Setting, dict[str, Answers]] = {}
     with tqdm(total=len(questions) * len(schemes), desc="tasks", unit="run") as bar:
         for setting, asked in questions.items():
             bar.set_postfix_str(setting.name)
             prompts = [example.prompt for example in asked]
             space = setting.length, max(new_tokens.values())
-            right: dict[str, np.ndarray] = {}
+            answers[setting] = {}
             for name, completions in complete(model, schemes, prompts, new_tokens[setting], space):
-                right[name] = np.array([synthetic.score(example, text) for example, text in zip(asked, completions)])
+                right = np.array([synthetic.score(example, text) for example, text in zip(asked, completions)])
+                given = np.array([synthetic.is_answer(text) for text in completions])
+                answers[setting][name] = Answers(right, given)
                 bar.update()
-            scores += [_score(name, setting, right[name], right[FULL]) for name in schemes]
-    return scores
+    return answers
 
 
 def complete(
     model: Model, schemes: Schemes, prompts: Sequence[str], new_tokens: int, space: tuple[int, int] = (0, 0)
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yields (name, greedy continuations up to the first line break) for one scheme after the other.
+    """Yields (name, greedy continuations up to and with the first line break) for one scheme after the other.
 
     Args:
       model: with a tokenizer.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,6 +31,27 @@ class Estimate:
         count = by_sequence.size
         stderr = float(np.std(by_sequence, ddof=1) / math.sqrt(count)) if count > 1 else None
         return cls(float(np.mean(by_sequence)), stderr, count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A mean and its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def bootstrap(by_unit: Sequence[float] | np.ndarray, resamples: int = 2000, seed: int = 0) -> Interval:
+    """Percentile bootstrap of a mean over units (sequences or questions), [N].
+
+    Two schemes asked the same questions are compared by the differences of their answers, question by question:
+    resampling these is resampling pairs. Where all values are equal the interval has no width.
+    """
+    values = np.asarray(by_unit, np.float64)
+    drawn = np.random.default_rng(seed).integers(values.size, size=(resamples, values.size))
+    low, high = np.quantile(values[drawn].mean(axis=1), (0.025, 0.975))
+    return Interval(float(values.mean()), float(low), float(high))
 
 
 @dataclasses.dataclass(frozen=True)

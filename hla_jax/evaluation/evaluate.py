@@ -13,6 +13,7 @@ import platform
 import jax
 
 from hla_jax.attention.scheme import Attention
+from hla_jax.config import ConfigError
 from hla_jax.data import pipeline, synthetic
 from hla_jax.data.pipeline import Source
 from hla_jax.evaluation.accuracy import score_tasks
@@ -58,6 +59,16 @@ class EvaluationConfig:
     seed: int = 0
 
 
+def task_settings(config: EvaluationConfig) -> list[Setting]:
+    """Every task at every length. Raises `ConfigError` for a task that does not exist."""
+    if unknown := sorted(set(config.tasks) - set(_TASKS)):
+        raise ConfigError(f"evaluation.tasks: expected some of {', '.join(_TASKS)}; found {unknown[0]!r}")
+    return [
+        Setting(_TASKS[kind], length, distance)
+        for kind, (length, distance) in itertools.product(config.tasks, config.lengths)
+    ]
+
+
 def evaluate(
     model: Model,
     initial: Attention,
@@ -82,10 +93,7 @@ def evaluate(
     rows = pipeline.sequences(
         sources, model.tokenizer, config.sequences, config.tokens, held_out=True, seed=config.seed
     )
-    settings = [
-        Setting(_TASKS[kind], length, distance)
-        for kind, (length, distance) in itertools.product(config.tasks, config.lengths)
-    ]
+    settings = task_settings(config)
     filler = pipeline.task_filler(model.tokenizer, held_out=True)
     dtype = model.params["embed_tokens"].dtype
     return Results(

@@ -27,7 +27,7 @@ from hla_jax.evaluation.schemes import FULL, Schemes
 from hla_jax.generation import decode
 from hla_jax.model import Model
 from hla_jax.models import ouro
-from hla_jax.training import uptrain
+from hla_jax.training import distill, uptrain
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -75,9 +75,26 @@ class AttentionDivergence:
         return float(np.mean(self.kl))
 
 
+@dataclasses.dataclass(frozen=True)
+class ByToken:
+    """`Decoding` before averaging: after each decoded token of each sequence."""
+
+    kl: Float[np.ndarray, "N S"]
+    same: Float[np.ndarray, "N S"]
+
+
 def compare_decoding(
     model: Model, schemes: Schemes, sequences: Int[np.ndarray, "N S"], prompt_length: int, *, batch_size: int = 8
 ) -> dict[str, Decoding]:
+    """The averages of `decode_by_token`, for every scheme but the full cache."""
+    found = decode_by_token(model, schemes, sequences, prompt_length, batch_size=batch_size)
+    window = max(attention.scheme.window_tokens() for attention in schemes.values())
+    return {name: _summary(found[name], prompt_length, window) for name in schemes if name != FULL}
+
+
+def decode_by_token(
+    model: Model, schemes: Schemes, sequences: Int[np.ndarray, "N S"], prompt_length: int, *, batch_size: int = 8
+) -> dict[str, ByToken]:
     """Decodes held-out sequences through every cache at once.
 
     Memory: one cache of every scheme and the logits of one token for `batch_size` sequences.
@@ -90,7 +107,7 @@ def compare_decoding(
       batch_size: sequences at a time.
 
     Returns:
-      The comparison of every scheme but the full cache.
+      The comparison of every scheme with the full cache.
 
     Raises:
       ValueError: a `prompt_length` that leaves nothing to decode.
@@ -108,8 +125,20 @@ def compare_decoding(
     by_token: dict[str, tuple[np.ndarray, np.ndarray]] = jax.tree.map(
         lambda *parts: np.concatenate(parts, axis=1)[:, : len(sequences)].T, *parts
     )
-    window = max(attention.scheme.window_tokens() for attention in schemes.values())
-    return {name: _summary(*by_token[name], prompt_length, window) for name in schemes if name != FULL}
+    return {name: ByToken(*by_token[name]) for name in schemes}
+
+
+def swapped_divergence(
+    model: Model, attention: Attention, sequences: Int[np.ndarray, "N S"]
+) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, "N T"]]:
+    """Fidelity without a decoder: one parallel pass in which every token reads the past through the cache.
+
+    Returns:
+      KL(exact || scheme) of the next-token distributions in nats, and the relative squared error of the attention
+      output at every loop, both averaged over the tokens of each sequence.
+    """
+    found = _swapped(model.params, model.config, attention, jnp.asarray(sequences))
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), found)
 
 
 def attention_divergence(
@@ -154,7 +183,7 @@ def _compare(
         logits, after = {}, {}
         for name, attention in schemes.items():
             logits[name], after[name] = decode.step(params, config, attention, caches[name], token)
-        full = jax.nn.log_softmax(logits.pop(FULL))
+        full = jax.nn.log_softmax(logits[FULL])
 
         def compare(logits: Float[Array, "B V"]) -> tuple[Array, Array]:
             kl = jnp.sum(jnp.exp(full) * (full - jax.nn.log_softmax(logits)), axis=-1)
@@ -165,6 +194,15 @@ def _compare(
     return jax.lax.scan(one, caches, tokens[:, prompt_length:].T)[1]
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def _swapped(
+    params: ouro.Params, config: OuroConfig, attention: Attention, tokens: Int[Array, "N S"]
+) -> tuple[Float[Array, " N"], Float[Array, "N T"]]:
+    counted = jnp.ones((1, tokens.shape[1]), bool)
+    one = lambda row: distill.divergence(attention.scheme, config, attention.params, params, row[None], counted)
+    return jax.lax.map(one, tokens)
+
+
 def _batches(sequences: Int[np.ndarray, "N S"], size: int) -> Iterator[Int[np.ndarray, "B S"]]:
     """Batches of one shape, so that one program serves all: the last is filled up with copies of the first row."""
     for start in range(0, len(sequences), size):
@@ -172,7 +210,8 @@ def _batches(sequences: Int[np.ndarray, "N S"], size: int) -> Iterator[Int[np.nd
         yield np.concatenate([rows, np.repeat(sequences[:1], size - len(rows), axis=0)])
 
 
-def _summary(kl: Float[np.ndarray, "N S"], same: Float[np.ndarray, "N S"], prompt_length: int, window: int) -> Decoding:
+def _summary(found: ByToken, prompt_length: int, window: int) -> Decoding:
+    kl = found.kl
     stop = prompt_length + kl.shape[1]
     bounds = [0, max(window, 1)]
     while bounds[-1] < stop:
@@ -183,7 +222,7 @@ def _summary(kl: Float[np.ndarray, "N S"], same: Float[np.ndarray, "N S"], promp
         for low, high in ranges
         if low < high
     )
-    return Decoding(_over_sequences(kl), _over_sequences(same), by_position)
+    return Decoding(_over_sequences(kl), _over_sequences(found.same), by_position)
 
 
 def _over_sequences(by_token: Float[np.ndarray, "N S"]) -> Estimate:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -13,7 +12,7 @@ from hla_jax import tensor_files
 from hla_jax.analysis import figures
 from hla_jax.evaluation.estimates import Estimate, Proportion
 from hla_jax.evaluation.memory import Memory
-from hla_jax.evaluation.results import Results, checks
+from hla_jax.evaluation.results import Check, Results, checks
 from hla_jax.evaluation.schemes import FULL, NAMES
 from hla_jax.evaluation.speed import Speed
 
@@ -37,10 +36,16 @@ def write_report(results: Results, directory: pathlib.Path) -> pathlib.Path:
         _speed(results, directory),
         _training(results, directory),
     ]
-    _replace(directory / "results.json", lambda path: tensor_files.write_json(path, results.to_json()))
+    with tensor_files.new_file(directory / "results.json") as partial:
+        tensor_files.write_json(partial, results.to_json())
+    return write_sections(directory / "report.md", sections)
+
+
+def write_sections(report: pathlib.Path, sections: Iterable[Sequence[str]]) -> pathlib.Path:
+    """Writes lines of Markdown, an empty line between sections; empty ones are left out. Returns `report`."""
     text = "\n\n".join("\n".join(section) for section in sections if section) + "\n"
-    report = directory / "report.md"
-    _replace(report, lambda path: path.write_text(text, encoding="utf-8"))
+    with tensor_files.new_file(report) as partial:
+        partial.write_text(text, encoding="utf-8")
     return report
 
 
@@ -65,8 +70,13 @@ def _header(results: Results) -> list[str]:
 
 
 def _expectations(results: Results) -> list[str]:
-    rows = [(check.claim, check.measured, "yes" if check.holds else "**no**") for check in checks(results)]
-    return ["## What was expected, and what was found", "", *table(["expected", "measured", "holds"], rows)]
+    return ["## What was expected, and what was found", "", *checks_table(checks(results))]
+
+
+def checks_table(found: Iterable[Check]) -> list[str]:
+    """A Markdown table of expectations, what was measured, and whether they hold."""
+    rows = [(check.claim, check.measured, "yes" if check.holds else "**no**") for check in found]
+    return table(["expected", "measured", "holds"], rows)
 
 
 def _attention(results: Results, directory: pathlib.Path) -> list[str]:
@@ -327,9 +337,3 @@ def _answers(answers: Proportion) -> str:
 
 def _percent(interval: tuple[float, float]) -> tuple[float, float]:
     return 100 * interval[0], 100 * interval[1]
-
-
-def _replace(path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    write(partial)
-    os.replace(partial, path)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
+from typing import TYPE_CHECKING
 
-from hla_jax import attention_files, tensor_files
+import numpy as np
+
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention
 from hla_jax.banner import banner
 from hla_jax.calibration.calibrate import calibrate
-from hla_jax.config import ConfigError, read_json
 from hla_jax.data import pipeline
+from hla_jax.data.pipeline import Source
 from hla_jax.evaluation.evaluate import EvaluationConfig, evaluate
 from hla_jax.evaluation.report import write_report
 from hla_jax.generation.generate import generate
 from hla_jax.model import Model, load
+from hla_jax.recipes.workdir import claim, kept_maps
 from hla_jax.serving.export import export
 from hla_jax.tensor_files import WeightsError
 from hla_jax.training.uptrain import UptrainConfig, uptrain
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +33,10 @@ class Calibration:
 
     sequences: int
     tokens: int
+
+    def rows(self, model: Model, sources: tuple[Source, ...], seed: int) -> Int[np.ndarray, "N S"]:
+        """The rows themselves."""
+        return pipeline.sequences(sources, model.tokenizer, self.sequences, self.tokens, held_out=False, seed=seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +75,7 @@ def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
     """
     model = load(job.model, job.dtype)
     job.scheme.check(model.config)
-    _claim(job, workdir)
+    claim(workdir, dataclasses.asdict(job))
     print(
         banner(
             title,
@@ -90,21 +99,12 @@ def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
 
 def initial_maps(job: Job, model: Model, directory: pathlib.Path) -> Attention:
     """The closed-form initialisation, from `directory` if an earlier start of the job left it there."""
-    name = HLA.interchange
-    if not directory.exists():
-        sequences = pipeline.sequences(
-            job.uptrain.sources,
-            model.tokenizer,
-            job.calibration.sequences,
-            job.calibration.tokens,
-            held_out=False,
-            seed=job.uptrain.seed,
-        )
-        attention = calibrate(model, job.scheme, sequences)
-        with tensor_files.new_directory(directory) as partial:
-            tensor_files.write_tensors(partial, attention_files.pending_maps(name, attention.params))
-    shapes = job.scheme.map_shapes(model.config)
-    return Attention(job.scheme, attention_files.load_maps(directory, name, shapes, model.config.num_layers))
+
+    def make() -> Attention:
+        rows = job.calibration.rows(model, job.uptrain.sources, job.uptrain.seed)
+        return calibrate(model, job.scheme, rows)
+
+    return kept_maps(directory, job.scheme, model.config, make)
 
 
 def check_export(job: Job, model: Model, attention: Attention, directory: pathlib.Path) -> None:
@@ -118,20 +118,3 @@ def check_export(job: Job, model: Model, attention: Attention, directory: pathli
         if one.tokens != other.tokens:
             raise WeightsError(f"{directory}: prompt {number} expected tokens {one.tokens}, found {other.tokens}")
     print(f"{directory}: reloaded, and gives the same {job.check_prompts} x {job.check_tokens} greedy tokens")
-
-
-def _claim(job: Job, workdir: pathlib.Path) -> None:
-    """Notes the job in a new work directory, or checks that an old one is of the same job."""
-    mine = json.loads(json.dumps(dataclasses.asdict(job)))
-    noted = workdir / "job.json"
-    if noted.exists():
-        if different := sorted(key for key in mine if mine[key] != read_json(noted).get(key)):
-            raise ConfigError(
-                f"{workdir}: was started with another {', '.join(different)} (see job.json); take another --workdir"
-            )
-        return
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        tensor_files.write_json(noted, mine)
-    except OSError as error:
-        raise ConfigError(f"{workdir}: cannot be used as the work directory: {error}") from error

@@ -46,6 +46,39 @@ def test_completions_are_those_of_generate(model):
     assert found[FULL] != found[REUSE]
 
 
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("472\n", True),
+        ("=plum81\nmore", True),
+        ("=fox-1:9;fox=plum+5:4;plum8:2\n", True),
+        ("=fox-1:9;fox=plum+5:4;fox=plum", False),  # ran on to the limit
+        ("\n", False),
+        ("=fox\n", False),
+        ("472?\n", False),
+        ("", False),
+    ],
+)
+def test_what_counts_as_an_answer(completion, answer):
+    assert synthetic.is_answer(completion) is answer
+
+
+def test_missing_answers_are_told_from_wrong_ones(model, monkeypatch):
+    setting = Setting(synthetic.Recall(), 64, 16)
+    filler = synthetic.Filler(LINES, lambda lines: [len(model.tokenizer.encode(line)) for line in lines])
+    asked = setting.examples(3, filler, seed=3)
+    longest = max(len(model.tokenizer.encode(example.answer + "\n")) for example in asked)
+
+    def fake(model, schemes, prompts, new_tokens, space):
+        assert new_tokens == longest + 5
+        yield REUSE, [asked[0].answer + "\n", "9999\n", asked[2].answer + "1" * 9]
+
+    monkeypatch.setattr(accuracy, "complete", fake)
+    found = accuracy.ask(model, {REUSE: SCHEMES[REUSE]}, [setting], filler, examples=3, seed=3, room=5)[setting][REUSE]
+    assert found.right.tolist() == [True, False, False]
+    assert found.given.tolist() == [True, True, False]
+
+
 def test_answers_are_counted_and_paired(model, monkeypatch):
     settings = [Setting(synthetic.Recall(), 64, 16), Setting(synthetic.Chain(), 64, 32)]
     filler = synthetic.Filler(LINES, lambda lines: [len(model.tokenizer.encode(line)) for line in lines])

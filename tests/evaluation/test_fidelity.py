@@ -12,7 +12,7 @@ from hla_jax.evaluation.estimates import Estimate
 from hla_jax.evaluation.schemes import FULL, HLA_INITIAL, HLA_UPTRAINED, REUSE, SHARED, side_by_side
 from hla_jax.generation import decode
 from hla_jax.generation.generate import decode_forced
-from hla_jax.model import Model
+from hla_jax.model import Model, forward, forward_swapped
 from hla_jax.training.uptrain import divergence
 from tests import tiny
 
@@ -69,6 +69,21 @@ def test_what_loses_nothing_does_not_diverge(found):
     assert found[HLA_UPTRAINED].top1.mean == 1
     assert found[HLA_INITIAL].kl.mean > 1e-3
     assert found[REUSE].kl.mean > 1e-3
+
+
+def test_swapped_divergence_is_that_of_the_swapped_logits(model, schemes, tokens):
+    kl, error = fidelity.swapped_divergence(model, schemes[SHARED], tokens)
+    exact, swapped = (
+        np.asarray(x, np.float64) for x in (forward(model, tokens), forward_swapped(model, tokens, schemes[SHARED]))
+    )
+    exact, swapped = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (exact, swapped))
+    np.testing.assert_allclose(kl, np.sum(np.exp(exact) * (exact - swapped), axis=-1).mean(axis=1), rtol=1e-3)
+    assert error.shape == (3, model.config.num_loops)
+    # The last loop reads its own keys and values, though of hidden states that the others have changed.
+    assert np.all(error > 1e-3)
+    full, none = fidelity.swapped_divergence(model, schemes[FULL], tokens)
+    np.testing.assert_allclose(full, 0, atol=1e-6)
+    np.testing.assert_allclose(none, 0, atol=1e-8)
 
 
 def test_attention_divergence_is_that_of_uptraining(model, schemes, tokens):
