@@ -8,6 +8,7 @@ import pytest
 
 import naive
 from hla_jax.attention.baselines import HeadLatent, LayerLatent
+from hla_jax.attention.hla import HLA
 from hla_jax.attention.lla import LLA
 from hla_jax.attention.scheme import Attention, Scheme, SchemeError
 from hla_jax.config import OURO_1P4B, OURO_2P6B
@@ -123,7 +124,7 @@ def test_a_request_does_not_depend_on_its_batch(model, tokens, scheme):
         np.testing.assert_allclose(together[row], alone, atol=1e-10)
 
 
-@pytest.mark.parametrize("scheme", [LLA(9, 14), HeadLatent(9, 14)])
+@pytest.mark.parametrize("scheme", [LLA(9, 14), HeadLatent(9, 14), HLA(16, 8, 8, 2)])
 def test_maps_in_16_bits_are_close(scheme, tokens, quick_compile):
     model = Model(CONFIG, tiny_params(CONFIG))
     wide = random_maps(scheme, CONFIG)
