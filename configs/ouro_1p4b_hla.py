@@ -29,6 +29,17 @@ from hla_jax.training.optimizer import OptimizerConfig
 from hla_jax.training.uptrain import UptrainConfig
 
 STEPS = 1000
+UPTRAIN = UptrainConfig(
+    sources=(
+        Source("open-r1/OpenR1-Math-220k", 3.0, name="default", render="verified"),
+        Source("HuggingFaceFW/fineweb-edu", 2.0, name="sample-10BT"),
+    ),
+    batches=BatchConfig(batch_size=128, length=2048, min_tokens=64, max_tokens=2048, pack=False),
+    shift=ShiftConfig(fraction=0.75, max_chunks=4, max_distance=16_384),
+    optimizer=OptimizerConfig(peak_learning_rate=1e-3, total_steps=STEPS, warmup_steps=50),
+    loop=LoopConfig(steps=STEPS, log_every=10, evaluate_every=50, save_every=100, best_metric="held_out/kl"),
+    micro_batches=128,
+)
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -37,17 +48,7 @@ def get_config() -> ml_collections.ConfigDict:
         dtype="bfloat16",
         scheme=HLA(rank_k=512, rank_v=512, rank_loop1=256, window=128),
         calibration=Calibration(sequences=128, tokens=2048),
-        uptrain=UptrainConfig(
-            sources=(
-                Source("open-r1/OpenR1-Math-220k", 3.0, name="default", render="verified"),
-                Source("HuggingFaceFW/fineweb-edu", 2.0, name="sample-10BT"),
-            ),
-            batches=BatchConfig(batch_size=128, length=2048, min_tokens=64, max_tokens=2048, pack=False),
-            shift=ShiftConfig(fraction=0.75, max_chunks=4, max_distance=16_384),
-            optimizer=OptimizerConfig(peak_learning_rate=1e-3, total_steps=STEPS, warmup_steps=50),
-            loop=LoopConfig(steps=STEPS, log_every=10, evaluate_every=50, save_every=100, best_metric="held_out/kl"),
-            micro_batches=128,
-        ),
+        uptrain=UPTRAIN,
         evaluation=EvaluationConfig(
             sequences=32,
             tokens=2048,

@@ -6,17 +6,22 @@ import pathlib
 import dacite
 import pytest
 
-from hla_jax.config import OURO_1P4B, OURO_2P6B
+import hla_jax
+from hla_jax.attention import registry
+from hla_jax.config import OURO_1P4B, OURO_2P6B, OuroConfig
+from hla_jax.evaluation.comparison import bytes_of
+from hla_jax.recipes import compare
+from hla_jax.recipes.compare import Comparison
 from hla_jax.recipes.uptrain import Job
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 
 
-def read(name: str) -> Job:
+def read(name: str, kind: type = Job) -> Job | Comparison:
     spec = importlib.util.spec_from_file_location(name, CONFIGS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return dacite.from_dict(Job, module.get_config().to_dict(), dacite.Config(strict=True))
+    return dacite.from_dict(kind, module.get_config().to_dict(), dacite.Config(strict=True))
 
 
 @pytest.mark.parametrize(("name", "model"), [("ouro_1p4b_hla", OURO_1P4B), ("ouro_2p6b_hla", OURO_2P6B)])
@@ -30,6 +35,28 @@ def test_real_models(name, model):
 def test_nano():
     job = read("nano_hla")
     assert job.uptrain.optimizer.total_steps == job.uptrain.loop.steps
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("nano_compare", OuroConfig.from_directory(hla_jax.NANO)),
+        ("ouro_1p4b_compare", OURO_1P4B),
+        ("ouro_2p6b_thinking_compare", OURO_2P6B),
+    ],
+)
+def test_comparisons(name, model, tmp_path):
+    job = read(name, Comparison)
+    compare.check(job.cells, compare.select(job.cells, None), model, tmp_path)
+    for cell in job.cells:
+        found = bytes_of(model, registry.from_entries(cell.scheme), context=2048).ratio
+        if cell.name.endswith("x"):
+            named = float(cell.name.split()[-1].removesuffix("x"))
+            assert found == pytest.approx(named, rel=4e-3), cell.name
+        else:
+            assert cell.name in {"full cache", "8 bits", "4 bits", "2 bits", "eviction", "LLA 4x and eviction"}
+    assert job.distill.optimizer.total_steps == job.distill.loop.steps
+    assert job.on_policy.distill.optimizer.total_steps == job.on_policy.distill.loop.steps
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("[a-z]*.py")), ids=lambda path: path.stem)

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from hla_jax.attention.full import FullCache
-from hla_jax.attention.scheme import Attention
+from hla_jax.attention.scheme import Attention, Scheme
+from hla_jax.config import OuroConfig
 from hla_jax.data import synthetic
 from hla_jax.evaluation.accuracy import ask
 from hla_jax.evaluation.evaluate import EvaluationConfig, task_settings
 from hla_jax.evaluation.fidelity import decode_by_token, swapped_divergence
-from hla_jax.evaluation.memory import cache_memory
 from hla_jax.evaluation.schemes import FULL
 from hla_jax.evaluation.speed import decode_speed
 from hla_jax.model import Model
@@ -122,6 +122,7 @@ def measure(
     """
     schemes = {FULL: Attention(FullCache()), name: attention}
     settings = task_settings(config)
+    context = max((setting.length for setting in settings), default=config.tokens)
     kl, error = swapped_divergence(model, attention, text)
     decoded = decode_by_token(model, schemes, text, config.prompt, batch_size=config.batch_size)[name]
     asked = ask(model, {name: attention}, settings, filler, examples=config.examples, seed=config.seed, room=_ROOM)
@@ -139,7 +140,7 @@ def measure(
         rounds=config.speed_rounds,
     )
     return Measurement(
-        bytes=cache_bytes(model, name, attention, config),
+        bytes=bytes_of(model.config, attention.scheme, context),
         held_out_kl=tuple(kl.tolist()),
         output_error=tuple(error.mean(axis=0).tolist()),
         decoding_kl=tuple(decoded.kl.mean(axis=1, dtype=np.float64).tolist()),
@@ -150,11 +151,10 @@ def measure(
     )
 
 
-def cache_bytes(model: Model, name: str, attention: Attention, config: EvaluationConfig) -> Bytes:
+def bytes_of(config: OuroConfig, scheme: Scheme, context: int) -> Bytes:
     """Bytes of one scheme's cache, see `Bytes`."""
-    context = max((length for length, _ in config.lengths), default=config.tokens) if config.tasks else config.tokens
-    schemes = {FULL: Attention(FullCache()), name: attention}
-    memory = cache_memory(model.config, schemes, [context], jnp.bfloat16)[name]
-    ratio_at = memory.ratio_at[context]
-    grows = memory.at[context] > attention.scheme.cache_bytes(model.config, context - 1, jnp.dtype(jnp.bfloat16))
-    return Bytes(memory.per_token, memory.per_sequence, memory.ratio if grows else ratio_at, ratio_at, context)
+    at = lambda scheme, tokens: scheme.cache_bytes(config, tokens, jnp.dtype(jnp.bfloat16))
+    per_sequence, total = at(scheme, 0), at(scheme, context)
+    per_token, full = at(scheme, 1) - per_sequence, at(FullCache(), context)
+    grows = total > at(scheme, context - 1)
+    return Bytes(per_token, per_sequence, full / (context * per_token if grows else total), full / total, context)

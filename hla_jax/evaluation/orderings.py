@@ -13,7 +13,7 @@ from hla_jax.evaluation.schemes import FULL, REUSE, SHARED
 
 LLA, LLA_2D, HLA = "LLA", "LLA-2D", "HLA"
 LLA_INITIAL, LLA_RANDOM = "LLA at initialisation", "LLA from random maps"
-LLA_EQUAL, LLA_ON_POLICY = "LLA, equal ranks", "LLA on-policy"
+LLA_EQUAL, LLA_ON_POLICY = "LLA with equal ranks", "LLA on-policy"
 HEADS, LAYERS, LOW_BIT = "head-axis latent", "adjacent-layer latent", "low bits"
 EVICTION, LLA_EVICTION = "eviction", "LLA and eviction"
 
