@@ -28,6 +28,7 @@ from hla_jax.evaluation.schemes import FULL
 from hla_jax.model import Model, load
 from hla_jax.recipes.uptrain import Calibration
 from hla_jax.recipes.workdir import claim, kept_maps, read_maps
+from hla_jax.serving.export import export
 from hla_jax.training.distill import DistillConfig, distill
 from hla_jax.training.on_policy import OnPolicyConfig, refine
 from hla_jax.training.uptrain import UptrainConfig, uptrain
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
     from jaxtyping import Int
 
 RANDOM = "random"
+EXPORT = "export"
+"""Folder of a cell's fitted maps: a maps-only export that `hla_jax.load` reads."""
 
-_TRAINING: dict[str, Callable[..., Attention]] = {"distill": distill, "uptrain": uptrain, "on_policy": refine}
+TRAINING: dict[str, Callable[..., Attention]] = {"distill": distill, "uptrain": uptrain, "on_policy": refine}
 """The field of `Comparison` that says how, and the function: (model, attention, tokenizer, config, workdir)."""
 
 
@@ -52,6 +55,7 @@ class Cell:
       training: "distill", "uptrain", "on_policy" or "none".
       start: maps before training: the closed-form initialisation (None), `RANDOM` ones, or the trained ones of the cell
         of that name.
+      output_weight: of distillation's attention-output error, where it is not the comparison's.
     """
 
     name: str
@@ -59,11 +63,20 @@ class Cell:
     scheme: dict[str, Any]
     training: str = "none"
     start: str | None = None
+    output_weight: float | None = None
 
     @classmethod
-    def of(cls, name: str, curve: str, scheme: Scheme, training: str = "none", start: str | None = None) -> Cell:
+    def of(
+        cls,
+        name: str,
+        curve: str,
+        scheme: Scheme,
+        training: str = "none",
+        start: str | None = None,
+        output_weight: float | None = None,
+    ) -> Cell:
         """A cell of a scheme as an object."""
-        return cls(name, curve, registry.to_entries(scheme), training, start)
+        return cls(name, curve, registry.to_entries(scheme), training, start, output_weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +138,14 @@ def run(job: Comparison, workdir: pathlib.Path, title: str, cells: str | None = 
     )
     for cell in chosen:
         claim(_folder(workdir, cell.name), dataclasses.asdict(cell))
-    missing = [cell for cell in chosen if not _result(workdir, cell.name).exists()]
-    data = Data.of(job, model)
-    for number, cell in enumerate(missing, start=1):
-        print(f"cell {number} of {len(missing)}: {cell.name}", flush=True)
-        row = run_cell(job, cell, model, data, workdir)
-        with tensor_files.new_file(_result(workdir, cell.name)) as partial:
-            tensor_files.write_json(partial, dataclasses.asdict(row))
-        write_report(finished(job, workdir), workdir, title)
+    if missing := [cell for cell in chosen if not _result(workdir, cell.name).exists()]:
+        data = Data.of(job, model)
+        for number, cell in enumerate(missing, start=1):
+            print(f"cell {number} of {len(missing)}: {cell.name}", flush=True)
+            row = run_cell(job, cell, model, data, workdir)
+            with tensor_files.new_file(_result(workdir, cell.name)) as partial:
+                tensor_files.write_json(partial, dataclasses.asdict(row))
+            write_report(finished(job, workdir), workdir, title)
     return write_report(finished(job, workdir), workdir, title)
 
 
@@ -167,12 +180,14 @@ def check(cells: Sequence[Cell], chosen: Sequence[Cell], config: OuroConfig, wor
             scheme.check(config)
         except SchemeError as error:
             raise SchemeError(f"{where}: {error}") from None
-        if cell.training not in {"none", *_TRAINING}:
-            raise ConfigError(f"{where}: training must be none, {', '.join(_TRAINING)}; found {cell.training!r}")
+        if cell.training not in {"none", *TRAINING}:
+            raise ConfigError(f"{where}: training must be none, {', '.join(TRAINING)}; found {cell.training!r}")
         if cell.training == "uptrain" and not isinstance(scheme, HLA):
             raise ConfigError(f"{where}: uptraining fits HLA's maps, the scheme is {type(scheme).__name__}")
         if cell.training != "none" and not scheme.map_shapes(config):
             raise ConfigError(f"{where}: {type(scheme).__name__} has no maps to train")
+        if cell.output_weight is not None and cell.training != "distill":
+            raise ConfigError(f"{where}: output_weight is distillation's; its training is {cell.training!r}")
         if cell.start == RANDOM and not isinstance(scheme, Codec):
             raise ConfigError(f"{where}: only codecs have random maps to start from, not {type(scheme).__name__}")
         if cell.start not in {None, RANDOM} and cell in chosen:
@@ -220,16 +235,21 @@ def run_cell(job: Comparison, cell: Cell, model: Model, data: Data, workdir: pat
             return calibrate(model, scheme, data.calibration)
         if cell.start == RANDOM and isinstance(scheme, Codec):
             return random_maps(scheme, model.config, job.seed)
-        return read_maps(_folder(workdir, cell.start) / "maps", scheme, model.config)
+        return read_maps(_folder(workdir, cell.start) / EXPORT, scheme, model.config)
 
     def fit() -> Attention:
         initial = kept_maps(folder / "initial", scheme, model.config, start)
         if cell.training == "none":
             return initial
-        train, config = _TRAINING[cell.training], getattr(job, cell.training)
+        train, config = TRAINING[cell.training], getattr(job, cell.training)
+        if cell.output_weight is not None:
+            config = dataclasses.replace(config, output_weight=cell.output_weight)
         return train(model, initial, model.tokenizer, config, folder)
 
-    fitted = kept_maps(folder / "maps", scheme, model.config, fit)
+    if scheme.map_shapes(model.config) and not (folder / EXPORT).exists():
+        hub_id = None if pathlib.Path(job.model).is_dir() else job.model
+        export(model, fit(), folder / EXPORT, maps_only=True, base_id=hub_id)
+    fitted = read_maps(folder / EXPORT, scheme, model.config)
     measured = measure(model, cell.name, fitted, data.held_out, data.filler, job.evaluation)
     return Row(cell.name, cell.curve, cell.scheme, cell.training, measured)
 

@@ -20,7 +20,7 @@ from hla_jax.attention.scheme import SchemeError
 from hla_jax.attention.shared import SharedLoop
 from hla_jax.config import ConfigError
 from hla_jax.data.packing import BatchConfig
-from hla_jax.data.pipeline import STANDARD_LIBRARY, Source
+from hla_jax.data.pipeline import Source
 from hla_jax.evaluation import orderings as curves
 from hla_jax.evaluation.evaluate import EvaluationConfig
 from hla_jax.evaluation.schemes import FULL, REUSE
@@ -36,7 +36,6 @@ from hla_jax.training.uptrain import UptrainConfig
 from tiny import tiny_config
 
 CONFIG = tiny_config(vocab_size=1024, num_loops=2, num_layers=1, num_heads=2)
-SOURCES = (Source(STANDARD_LIBRARY),)
 LOSSLESS = "LLA 1x"
 
 
@@ -46,10 +45,16 @@ def job(tmp_path_factory) -> Comparison:
     weights.save_params(weights.init_params(CONFIG, jax.random.key(0)), CONFIG, model)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(hla_jax.NANO / name, model / name)
+    text = model / "text.jsonl"
+    words = np.random.default_rng(0).choice(
+        ["for x in y:", "return None", "def f(a, b):", "import os", "x += 1"], (40, 12)
+    )
+    text.write_text("".join(json.dumps({"text": " ".join(line)}) + "\n" for line in words))
+    sources = (Source(str(text), held_out=10),)
     optimizer = OptimizerConfig(peak_learning_rate=1e-3, total_steps=2)
     loop = LoopConfig(steps=2, log_every=1, evaluate_every=1, save_every=1, best_metric="held_out/kl")
     batches = BatchConfig(batch_size=2, length=16, min_tokens=8, pack=False)
-    distill = DistillConfig(SOURCES, batches, optimizer, loop, held_out_batches=1)
+    distill = DistillConfig(sources, batches, optimizer, loop, held_out_batches=1)
     return Comparison(
         model=str(model),
         dtype="float32",
@@ -58,11 +63,11 @@ def job(tmp_path_factory) -> Comparison:
             Cell.of(REUSE, REUSE, SharedLoop(window=0)),
             Cell.of(LOSSLESS, curves.LLA, LLA(16, 16, single_pass=True)),
             Cell.of("LLA 4x", curves.LLA, LLA(3, 5, single_pass=True), "distill"),
-            Cell.of("refined", curves.LLA_ON_POLICY, LLA(3, 5, single_pass=True), "on_policy", "LLA 4x"),
+            Cell.of("refined", curves.LLA_ON_POLICY, LLA(3, 5, single_pass=True), start="LLA 4x"),
         ),
         calibration=Calibration(sequences=2, tokens=32),
         distill=distill,
-        uptrain=UptrainConfig(SOURCES, BatchConfig(batch_size=2, length=16), optimizer, LoopConfig(steps=2)),
+        uptrain=UptrainConfig(sources, BatchConfig(batch_size=2, length=16), optimizer, LoopConfig(steps=2)),
         on_policy=OnPolicyConfig(distill, prompt=8),
         evaluation=EvaluationConfig(
             sequences=3,
@@ -99,7 +104,7 @@ def test_runs_to_a_report_and_repeats_nothing(job, tmp_path, capsys, quick_compi
         stopped.setattr(compare, "measure", interrupt)
         with pytest.raises(KeyboardInterrupt):
             compare.run(job, tmp_path, "a test", cells="LLA 4x")
-    shutil.rmtree(folder / "maps")
+    shutil.rmtree(folder / "export")
     capsys.readouterr()
     report = compare.run(job, tmp_path, "a test", cells="LLA 4x,refined")
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -110,6 +115,7 @@ def test_runs_to_a_report_and_repeats_nothing(job, tmp_path, capsys, quick_compi
     assert capsys.readouterr().out.count("cell ") == 2
 
     monkeypatch.setattr(compare, "run_cell", interrupt)
+    monkeypatch.setattr(compare.Data, "of", interrupt)
     before = report.read_text()
     compare.run(job, tmp_path, "a test")
     assert report.read_text() == before
@@ -162,6 +168,12 @@ def replaced(job, **changes):
         ({}, "LLA (", ConfigError, "--cells: 'LLA \\(' is not a regular expression"),
         ({}, "refined", ConfigError, "'refined': starts from 'LLA 4x', which has no result yet: add it to --cells"),
         ({"start": "LLA 9x"}, None, ConfigError, "'refined': starts from 'LLA 9x', and no cell above it has that name"),
+        (
+            {"start": "refined"},
+            None,
+            ConfigError,
+            "'refined': starts from 'refined', and no cell above it has that name",
+        ),
         ({"start": LOSSLESS}, None, ConfigError, "'refined': starts from 'LLA 1x', whose maps have other shapes"),
         ({"scheme": {"lla_config": {"rank_k": 99, "rank_v": 1}}}, None, SchemeError, "'refined': rank_k must be in 1"),
         ({"scheme": {"lla_config": {"rank": 1}}}, None, SchemeError, "'refined': lla_config: missing"),
@@ -169,7 +181,12 @@ def replaced(job, **changes):
         ({"training": "more"}, None, ConfigError, "training must be none, distill, uptrain, on_policy; found 'more'"),
         ({"name": REUSE}, None, ConfigError, "'final-loop reuse': names must differ"),
         ({"name": "a/b"}, None, ConfigError, "'a/b': names must differ, and have no slash and no comma"),
-        ({"scheme": {}, "start": None}, None, ConfigError, "'refined': FullCache has no maps to train"),
+        (
+            {"scheme": {}, "start": None, "training": "distill"},
+            None,
+            ConfigError,
+            "'refined': FullCache has no maps to train",
+        ),
         (
             {"scheme": {"hla_config": HLA(8, 8, 8, 4).to_config()}, "training": "none", "start": RANDOM},
             None,
@@ -187,6 +204,10 @@ def test_mistakes_are_one_error_before_anything_is_written(job, tmp_path, change
 def test_the_full_cache_comes_first(job, tmp_path):
     with pytest.raises(ConfigError, match="the first must be 'full cache'"):
         compare.run(dataclasses.replace(job, cells=job.cells[1:]), tmp_path, "a test")
+
+
+def test_training_is_a_field_of_the_comparison():
+    assert compare.TRAINING.keys() < {field.name for field in dataclasses.fields(Comparison)}
 
 
 def test_a_comparison_survives_its_config(job):
