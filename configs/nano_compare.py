@@ -47,7 +47,7 @@ def get_config() -> ml_collections.ConfigDict:
         dtype="float32",
         cells=tuple(cells(OuroConfig.from_directory(hla_jax.NANO), window=32, budget=192, on_policy=(32 / 3,))),
         calibration=Calibration(sequences=32, tokens=256),
-        distill=distillation(DISTILL_STEPS, 3e-3, min_tokens=64),
+        distill=distillation(DISTILL_STEPS, 1e-3, min_tokens=64),
         uptrain=UptrainConfig(
             sources=SOURCES,
             batches=BatchConfig(batch_size=2, length=512),
@@ -55,7 +55,7 @@ def get_config() -> ml_collections.ConfigDict:
             loop=LoopConfig(UPTRAIN_STEPS, log_every=20, evaluate_every=80, save_every=80),
             queries=128,
         ),
-        on_policy=OnPolicyConfig(distillation(ON_POLICY_STEPS, 1e-3, min_tokens=128), prompt=128),
+        on_policy=OnPolicyConfig(distillation(ON_POLICY_STEPS, 5e-4, min_tokens=128), prompt=128),
         evaluation=EvaluationConfig(
             sequences=16,
             tokens=256,
