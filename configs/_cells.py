@@ -5,6 +5,7 @@ Latents give values more ranks than keys, 3 : 5, as the LLA paper's 96 and 160 o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from hla_jax.attention.baselines import HeadLatent, LayerLatent
@@ -58,15 +59,26 @@ def cells(config: OuroConfig, window: int, budget: int, on_policy: Sequence[floa
     yield sized(curves.LLA_EQUAL, 4, LLA(half, half), "distill")
     yield sized(curves.LLA_INITIAL, 4, lla[4])
     yield sized(curves.LLA_RANDOM, 4, lla[4], "distill", RANDOM)
+    yield sized(curves.LLA_LOGITS, 4, lla[4], "distill", output_weight=0.0)
+    rope = config.head_dim // 2
+    yield sized(curves.LLA_ABSORBED, 4, dataclasses.replace(lla[4], rank_rope=rope), "distill")
+    yield sized(curves.LLA_ADAPTED, 4, dataclasses.replace(lla[4], rank_rope=rope, query_adapter=True), "distill")
     yield Cell.of("eviction", curves.EVICTION, Evicted(FullCache(), budget))
     yield Cell.of("LLA 4x and eviction", curves.LLA_EVICTION, Evicted(lla[4], budget), start="LLA 4x")
     for ratio in on_policy:
         yield sized(curves.LLA_ON_POLICY, ratio, lla[ratio], "on_policy", f"{curves.LLA} {ratio:.3g}x")
 
 
-def sized(curve: str, ratio: float, scheme: Scheme, training: str = "none", start: str | None = None) -> Cell:
+def sized(
+    curve: str,
+    ratio: float,
+    scheme: Scheme,
+    training: str = "none",
+    start: str | None = None,
+    output_weight: float | None = None,
+) -> Cell:
     """A cell that is named after its ratio."""
-    return Cell.of(f"{curve} {ratio:.3g}x", curve, scheme, training, start)
+    return Cell.of(f"{curve} {ratio:.3g}x", curve, scheme, training, start, output_weight)
 
 
 def split(ranks: float) -> tuple[int, int]:

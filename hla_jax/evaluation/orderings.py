@@ -14,12 +14,14 @@ from hla_jax.evaluation.schemes import FULL, REUSE, SHARED
 LLA, LLA_2D, HLA = "LLA", "LLA-2D", "HLA"
 LLA_INITIAL, LLA_RANDOM = "LLA at initialisation", "LLA from random maps"
 LLA_EQUAL, LLA_ON_POLICY = "LLA with equal ranks", "LLA on-policy"
+LLA_LOGITS = "LLA without the output term"
+LLA_ABSORBED, LLA_ADAPTED = "LLA absorbed", "LLA absorbed with adapter"
 HEADS, LAYERS, LOW_BIT = "head-axis latent", "adjacent-layer latent", "low bits"
 EVICTION, LLA_EVICTION = "eviction", "LLA and eviction"
 
 CURVES = (
     *(FULL, LLA, HLA, LLA_2D, HEADS, LAYERS, LOW_BIT, SHARED, REUSE, EVICTION, LLA_EVICTION),
-    *(LLA_ON_POLICY, LLA_EQUAL, LLA_INITIAL, LLA_RANDOM),
+    *(LLA_ON_POLICY, LLA_EQUAL, LLA_INITIAL, LLA_RANDOM, LLA_LOGITS, LLA_ABSORBED, LLA_ADAPTED),
 )
 """In the order of legends and colours."""
 
@@ -45,6 +47,11 @@ def orderings(rows: Sequence[Row]) -> list[Check]:
         _less_divergence(lla, nearest(LLA_EQUAL, 4), "More ranks for values than keys diverge less than equal ones."),
         _beside(nearest(HLA, 10.67), lla),
         _less_divergence(lla, nearest(LLA_RANDOM, 4), "Starting from SVD diverges less than from random maps."),
+        _less_divergence(lla, nearest(LLA_LOGITS, 4), "Matching attention outputs diverges less than logits alone."),
+        _less_divergence(lla, nearest(LLA_ADAPTED, 4), "Rebuilding keys diverges less than absorbing the maps."),
+        _less_divergence(
+            nearest(LLA_ADAPTED, 4), nearest(LLA_ABSORBED, 4), "A query adapter brings absorbed LLA closer."
+        ),
     ]
     for refined in by_curve.get(LLA_ON_POLICY, []):
         checks += _on_policy(refined, nearest(LLA, refined.measured.bytes.ratio))
