@@ -61,8 +61,9 @@ def cells(config: OuroConfig, window: int, budget: int, on_policy: Sequence[floa
     yield sized(curves.LLA_RANDOM, 4, lla[4], "distill", RANDOM)
     yield sized(curves.LLA_LOGITS, 4, lla[4], "distill", output_weight=0.0)
     rope = config.head_dim // 2
-    yield sized(curves.LLA_ABSORBED, 4, dataclasses.replace(lla[4], rank_rope=rope), "distill")
-    yield sized(curves.LLA_ADAPTED, 4, dataclasses.replace(lla[4], rank_rope=rope, query_adapter=True), "distill")
+    absorbed = LLA(*split(numbers / heads / 4 - rope), rank_rope=rope)
+    yield sized(curves.LLA_ABSORBED, 4, absorbed, "distill")
+    yield sized(curves.LLA_ADAPTED, 4, dataclasses.replace(absorbed, query_adapter=True), "distill")
     yield Cell.of("eviction", curves.EVICTION, Evicted(FullCache(), budget))
     yield Cell.of("LLA 4x and eviction", curves.LLA_EVICTION, Evicted(lla[4], budget), start="LLA 4x")
     for ratio in on_policy:
