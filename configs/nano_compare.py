@@ -27,7 +27,7 @@ from hla_jax.training.on_policy import OnPolicyConfig
 from hla_jax.training.optimizer import OptimizerConfig
 from hla_jax.training.uptrain import UptrainConfig
 
-DISTILL_STEPS, UPTRAIN_STEPS, ON_POLICY_STEPS = 50, 160, 30
+DISTILL_STEPS, UPTRAIN_STEPS, ON_POLICY_STEPS = 40, 160, 30
 SOURCES = (Source(SYNTHETIC, 3.0, tokens=(128, 512)), Source(STANDARD_LIBRARY, 1.0))
 
 
@@ -36,7 +36,7 @@ def distillation(steps: int, learning_rate: float, min_tokens: int) -> DistillCo
         sources=SOURCES,
         batches=BatchConfig(batch_size=4, length=256, min_tokens=min_tokens, pack=False),
         optimizer=OptimizerConfig(learning_rate, total_steps=steps, warmup_steps=steps // 10),
-        loop=LoopConfig(steps, log_every=10, evaluate_every=25, save_every=25, best_metric="held_out/kl"),
+        loop=LoopConfig(steps, log_every=10, evaluate_every=20, save_every=20, best_metric="held_out/kl"),
         held_out_batches=2,
     )
 
@@ -62,7 +62,7 @@ def get_config() -> ml_collections.ConfigDict:
             prompt=192,
             batch_size=16,
             lengths=((320, 224),),
-            examples=32,
+            examples=24,
             contexts=(1024,),
             speed_tokens=8,
             speed_rounds=3,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ class Evicted(Scheme):
     def swapped(self, config: OuroConfig, maps: Maps, batch: int, tokens: int, dtype: DTypeLike) -> Transform:
         everything = self.scheme.init_cache(config, batch, tokens, dtype)
         exact = self.scheme.fill(config, maps, everything, tokens, jnp.full(batch, tokens, jnp.int32))
-        return _then(exact, lambda cache: self.reread(config, maps, cache, tokens))
+        return exact.then(lambda cache: self.reread(config, maps, cache, tokens))
 
     def _evicting(self, cache: Cache) -> Cache:
         return dataclasses.replace(cache, eviction=Eviction(self.first, self.budget))
@@ -111,7 +111,7 @@ class Evicted(Scheme):
         grown = self.token_shapes(config)
         capacity = min(cache.buffers[name].shape[2] for name in grown)
         if tokens <= capacity:
-            return _then(read(config, maps, cache, tokens, lengths), self._evicting)
+            return read(config, maps, cache, tokens, lengths).then(self._evicting)
         buffers = dict(cache.buffers)
         for name in grown:
             slots, batch, _, *rest = buffers[name].shape
@@ -127,14 +127,4 @@ class Evicted(Scheme):
 
             return dataclasses.replace(kept, buffers=kept.buffers | {name: ring(kept.buffers[name]) for name in grown})
 
-        return _then(read(config, maps, Cache(buffers, cache.lengths), tokens, lengths), evict)
-
-
-def _then(transform: Transform, following: Callable[[Cache], Any]) -> Transform:
-    """`transform` with a finish that hands the cache of its last pass on."""
-
-    def finish(state: Any) -> Any:
-        made = transform.finish(state)
-        return following(made) if isinstance(made, Cache) else _then(made, following)
-
-    return transform._replace(finish=finish)
+        return read(config, maps, Cache(buffers, cache.lengths), tokens, lengths).then(evict)

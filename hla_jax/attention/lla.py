@@ -186,10 +186,7 @@ class LLA(Codec):
         self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
     ) -> Transform:
         exact = self.fill(config, maps, cache, tokens, lengths)
-        if not self._two_passes:
-            return exact
-        again = lambda state: self.reread(config, maps, exact.finish(state), tokens)
-        return Transform(exact.stages, exact.state, again)
+        return exact.then(lambda cache: self.reread(config, maps, cache, tokens)) if self._two_passes else exact
 
     def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
         position, loops = cache.lengths, range(config.num_loops)

@@ -98,6 +98,15 @@ class Transform(NamedTuple, Generic[Made]):
     state: Any
     finish: Callable[[Any], Made]
 
+    def then(self, following: Callable[[Cache], Any]) -> Transform:
+        """This transform with a finish that hands the cache of its last pass on."""
+
+        def finish(state: Any) -> Any:
+            made: Any = self.finish(state)
+            return made.then(following) if isinstance(made, Transform) else following(made)
+
+        return Transform(self.stages, self.state, finish)
+
 
 def run_passes(
     params: ouro.Params, config: OuroConfig, tokens: Int[Array, "B S"], transform: Transform
@@ -179,8 +188,7 @@ class Scheme(abc.ABC):
         """An exact pass that fills a cache, and then `reread`."""
         cache = self.init_cache(config, batch, tokens, dtype)
         exact = self.fill(config, maps, cache, tokens, jnp.full(batch, tokens, jnp.int32))
-        again = lambda state: self.reread(config, maps, exact.finish(state), tokens)
-        return Transform(exact.stages, exact.state, again)
+        return exact.then(lambda cache: self.reread(config, maps, cache, tokens))
 
     def to_config(self) -> dict[str, Any]:
         """The entry `<interchange>_config` of an exported `config.json`: the fields that are set."""
