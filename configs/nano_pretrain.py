@@ -1,6 +1,10 @@
 """The embedded model, trained from scratch on two CPU cores.
 
-python -m experiments.pretrain --config=configs/nano_pretrain.py --workdir=runs/nano_pretrain
+    python -m experiments.pretrain --config=configs/nano_pretrain.py --workdir=runs/nano_pretrain
+
+About an hour and a half on two free cores (measured: two hours with other work beside it). Expect recall of 1.00, 1.00
+and 0.91 at 64, 256 and 768 tokens back, tracking 1.00, 1.00 and 0.84, chains 0.98, 0.84 and 0.70, and text at 2.93 nats
+a token: what `hla_jax/assets/nano` holds.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
@@ -20,7 +22,7 @@ _EXAMPLES, _EVALUATION_SEED, _TEXT_ROWS, _TEXT_LENGTH = 64, 1, 16, 512
 
 
 def run(recipe: pretrain.Recipe, workdir: pathlib.Path, title: str) -> dict[str, float]:
-    """Trains, writes `workdir/model`, and returns its scores. A run that was stopped continues."""
+    """Trains, writes `workdir/model` in bfloat16, and returns its scores. A run that was stopped continues."""
     print(
         banner(
             title,
@@ -43,12 +45,11 @@ def run(recipe: pretrain.Recipe, workdir: pathlib.Path, title: str) -> dict[str,
     questions = {setting.name: setting.examples(_EXAMPLES, filler, _EVALUATION_SEED) for setting in tasks.SETTINGS}
     text = np.concatenate([tokenize(document) for document in held_out])[: _TEXT_ROWS * _TEXT_LENGTH]
 
-    def evaluate(state: step.TrainState) -> dict[str, float]:
+    def evaluate(params: ouro.Params) -> dict[str, float]:
         scores = {
-            name: tasks.exact_match(state.params, recipe.model, examples, tokenize)
-            for name, examples in questions.items()
+            name: tasks.exact_match(params, recipe.model, examples, tokenize) for name, examples in questions.items()
         }
-        return scores | {"text_loss": tasks.text_loss(state.params, recipe.model, text.reshape(_TEXT_ROWS, -1))}
+        return scores | {"text_loss": tasks.text_loss(params, recipe.model, text.reshape(_TEXT_ROWS, -1))}
 
     state = loop.run(
         pretrain.init(recipe),
@@ -58,10 +59,12 @@ def run(recipe: pretrain.Recipe, workdir: pathlib.Path, title: str) -> dict[str,
             curriculum.steps, log_every=20, evaluate_every=recipe.evaluate_every, save_every=recipe.save_every
         ),
         workdir,
-        evaluate,
+        lambda state: evaluate(state.params),
     )
-    scores = evaluate(state)
-    write_model(recipe, state.params, tokenizer, scores, workdir / "model")
+    # 16 bits are what ships, so they are what is scored.
+    stored = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params)
+    scores = evaluate(jax.tree.map(lambda x: x.astype(jnp.float32), stored))
+    write_model(recipe, stored, tokenizer, scores, workdir / "model")
     return scores
 
 
