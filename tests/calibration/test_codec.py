@@ -68,9 +68,9 @@ def test_streamed_directions_are_the_formed_ones(scheme: Codec, x64: None, monke
     monkeypatch.setattr(moments, "CAPTURE_BYTES", 1)
     streamed = calibrate(model, scheme, rows, "float64").params
     for part in ("k", "v"):
-        np.testing.assert_allclose(streamed[f"{part}_mean"], formed[f"{part}_mean"], atol=1e-12)
+        np.testing.assert_allclose(streamed[f"{part}_mean"], formed[f"{part}_mean"], atol=1e-6)
         span = lambda maps: maps[f"{part}_down"] @ maps[f"{part}_up"]  # noqa: B023
-        np.testing.assert_allclose(span(streamed), span(formed), atol=1e-6)
+        np.testing.assert_allclose(span(streamed), span(formed), atol=1e-5)
 
 
 def test_trajectories_are_laid_out_as_the_papers_say(x64: None) -> None:
