@@ -59,10 +59,10 @@ def get_config() -> ml_collections.ConfigDict:
         evaluation=EvaluationConfig(
             sequences=16,
             tokens=256,
-            prompt=192,
+            prompt=224,
             batch_size=16,
             lengths=((320, 224),),
-            examples=24,
+            examples=16,
             contexts=(1024,),
             speed_tokens=8,
             speed_rounds=3,

