@@ -1,8 +1,7 @@
 """Measures the peak memory of prefilling prompts of 1K to 16K tokens into the full cache, HLA's and LLA's.
 
     python -m experiments.measure_prefill --workdir=runs/prefill      # 15 minutes on 2 cores
-    python -m experiments.measure_prefill --workdir=runs/long --layers=4 --loops=2 --heads=1 --schemes=LLA \\
-        --tokens=8192,16384,32768,65536
+    python -m experiments.measure_prefill --workdir=runs/long --tokens=8192,16384,32768,65536 --plan_only    # 3 minutes
 
 LLA reads a prompt twice: exactly, and through its latents, one layer and loop at a time. A narrow random model (d =
 128; by default 8 layers, 4 loops, 2 heads) in float32; every length and scheme in a process of its own. Leaves
@@ -55,7 +54,7 @@ MIB = 1 << 20
 COLUMNS = ("scheme", "tokens", "all_keys_values", "cache", "planned", "peak", "seconds")
 
 
-def measure(config: OuroConfig, scheme: str, tokens: int) -> dict[str, Any]:
+def measure(config: OuroConfig, plan_only: bool, scheme: str, tokens: int) -> dict[str, Any]:
     """One prefill; sizes in MiB. To be called in a fresh process."""
     params = weights.init_params(config, jax.random.key(0))
     kind = SCHEMES[scheme]
@@ -66,21 +65,22 @@ def measure(config: OuroConfig, scheme: str, tokens: int) -> dict[str, Any]:
     prefill = decode.prefill.lower(params, config, attention, prompt, lengths, tokens).compile()
     plan: Any = prefill.memory_analysis()
     before, start = memory("VmRSS"), time.perf_counter()
-    jax.block_until_ready(prefill(params, attention, prompt, lengths))
+    if not plan_only:
+        jax.block_until_ready(prefill(params, attention, prompt, lengths))
     seconds = time.perf_counter() - start
     sizes = {
         "all_keys_values": SCHEMES["full cache"].cache_bytes(config, tokens, "float32"),
         "cache": kind.cache_bytes(config, tokens, "float32"),
         "planned": plan.output_size_in_bytes + plan.temp_size_in_bytes,
-        "peak": memory("VmHWM") - before,
-    }
+    } | ({} if plan_only else {"peak": memory("VmHWM") - before})
     in_mib = {name: round(size / MIB, 1) for name, size in sizes.items()}
-    return {"scheme": scheme, "tokens": tokens} | in_mib | {"seconds": round(seconds, 1)}
+    return {"scheme": scheme, "tokens": tokens} | in_mib | ({} if plan_only else {"seconds": round(seconds, 1)})
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *([row[column] for column in COLUMNS] for row in rows)]
+    columns = [column for column in COLUMNS if column in rows[0]]
+    lines = [columns, ["---"] * len(columns), *([row[column] for column in columns] for row in rows)]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
@@ -92,7 +92,9 @@ def draw_figure(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     schemes = dict.fromkeys(row["scheme"] for row in rows)
     for scheme in schemes:
         mine = [row for row in rows if row["scheme"] == scheme]
-        axes.plot([row["tokens"] for row in mine], [row["peak"] for row in mine], "o-", label=f"peak, {scheme}")
+        axes.plot(
+            [row["tokens"] for row in mine], [row.get("peak", row["planned"]) for row in mine], "o-", label=scheme
+        )
     full = [(row["tokens"], row["all_keys_values"]) for row in rows if row["scheme"] == next(iter(schemes))]
     axes.plot(*zip(*full), "k:", label="all keys and values")
     axes.set(xlabel="tokens of the prompt", ylabel="MiB", xscale="log", yscale="log", title="Memory of prefill")
@@ -115,7 +117,7 @@ def main(argv: list[str]) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for case in tqdm(cases, desc="prefill"):
-        rows.append(in_fresh_process(measure, config, *case))
+        rows.append(in_fresh_process(measure, config, flags.FLAGS.plan_only, *case))
         (workdir / "prefill.json").write_text(json.dumps(rows, indent=1))
     (workdir / "prefill.md").write_text(table(rows) + "\n")
     draw_figure(rows, workdir / "prefill.png")
@@ -126,6 +128,7 @@ if __name__ == "__main__":
     matplotlib.use("agg")
     flags.DEFINE_string("workdir", None, "Folder for the numbers and the figure.", required=True)
     flags.DEFINE_multi_enum("schemes", None, [*SCHEMES], "Only these.")
+    flags.DEFINE_bool("plan_only", False, "Compile only: XLA's plan, for lengths that would run for hours.")
     flags.DEFINE_integer("layers", CONFIG.num_layers, "L of the model.")
     flags.DEFINE_integer("loops", CONFIG.num_loops, "T of the model.")
     flags.DEFINE_integer("heads", CONFIG.num_heads, "H and G of the model.")
