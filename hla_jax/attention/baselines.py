@@ -34,13 +34,8 @@ class HeadLatent(Codec):
 
     interchange = "head_latent"
 
-    def map_shapes(self, config: OuroConfig) -> dict[str, Shape]:
-        loops, size = config.num_loops, self.axis(config).size
-        shapes: dict[str, Shape] = {}
-        for name, rank in (("k", self.rank_k), ("v", self.rank_v)):
-            shapes |= {f"{name}_down": (loops, size, rank), f"{name}_up": (loops, rank, size)}
-            shapes |= {f"{name}_mean": (loops, size)}
-        return shapes
+    def leading(self, config: OuroConfig) -> Shape:
+        return (config.num_loops,)
 
     def axis(self, config: OuroConfig) -> Axis:
         return Axis(config.num_loops * config.num_layers, 1, config.num_kv_heads * config.head_dim)
@@ -85,13 +80,8 @@ class LayerLatent(Codec):
             raise SchemeError(f"layers must divide the model's {config.num_layers}, found {self.layers}")
         super().check(config)
 
-    def map_shapes(self, config: OuroConfig) -> dict[str, Shape]:
-        heads = config.num_loops, config.num_kv_heads
-        shapes: dict[str, Shape] = {}
-        for name, rank in (("k", self.rank_k), ("v", self.rank_v)):
-            shapes |= {f"{name}_down": (*heads, config.head_dim, rank), f"{name}_up": (*heads, rank, config.head_dim)}
-            shapes |= {f"{name}_mean": (*heads, config.head_dim)}
-        return shapes
+    def leading(self, config: OuroConfig) -> Shape:
+        return config.num_loops, config.num_kv_heads
 
     def axis(self, config: OuroConfig) -> Axis:
         slots = config.num_loops * config.num_layers // self.layers

@@ -87,6 +87,10 @@ class Codec(Scheme):
         """How many latents a token has, and what each stands for."""
 
     @abc.abstractmethod
+    def leading(self, config: OuroConfig) -> Shape:
+        """Leading axes of a layer's maps: one map for each latent that the layer has a part in."""
+
+    @abc.abstractmethod
     def slot(self, config: OuroConfig, loop: Array | int, layer: Array | int) -> Array | int:
         """Slot of a layer and loop in the latents' buffers."""
 
@@ -113,6 +117,15 @@ class Codec(Scheme):
         for name, rank in (("rank_k", self.rank_k), ("rank_v", self.rank_v)):
             if not 1 <= rank <= most:
                 raise SchemeError(f"{name} must be in 1 .. {most}, the numbers that a latent stands for; found {rank}")
+
+    def map_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+        leading, axis = self.leading(config), self.axis(config)
+        size = axis.size // axis.layers
+        shapes: dict[str, Shape] = {}
+        for name, rank in (("k", self.rank_k), ("v", self.rank_v)):
+            shapes |= {f"{name}_down": (*leading, size, rank), f"{name}_up": (*leading, rank, size)}
+            shapes |= {f"{name}_mean": (*leading, size)}
+        return shapes
 
     def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
         axis = self.axis(config)

@@ -81,14 +81,11 @@ class LLA(Codec):
                 raise SchemeError(f"rank_rope must be an even number in 2 .. {pairs}, found {self.rank_rope}")
 
     def map_shapes(self, config: OuroConfig) -> dict[str, Shape]:
-        heads, size = self._heads(config), self.axis(config).size
-        shapes: dict[str, Shape] = {}
-        for name, rank in (("k", self.rank_k), ("v", self.rank_v)):
-            shapes |= {f"{name}_down": (*heads, size, rank), f"{name}_up": (*heads, rank, size)}
-            shapes |= {f"{name}_mean": (*heads, size)}
+        shapes = super().map_shapes(config)
         if self.rank_rope is not None:
             per_query = config.num_loops, config.num_heads, config.head_dim
-            shapes |= {"rope_down": (*heads, size, self.rank_rope), "rope_query": (*per_query, self.rank_rope)}
+            trajectories = *self.leading(config), self.axis(config).size
+            shapes |= {"rope_down": (*trajectories, self.rank_rope), "rope_query": (*per_query, self.rank_rope)}
             if self.query_adapter:
                 shapes |= {"query_adapter": (*per_query, config.head_dim)}
         return shapes
@@ -107,6 +104,9 @@ class LLA(Codec):
         if self.fold_heads:
             return Axis(config.num_layers, 1, config.num_kv_heads * trajectory)
         return Axis(config.num_layers, config.num_kv_heads, trajectory)
+
+    def leading(self, config: OuroConfig) -> Shape:
+        return () if self.fold_heads else (config.num_kv_heads,)
 
     def slot(self, config: OuroConfig, loop: Array | int, layer: Array | int) -> Array | int:
         return layer
@@ -227,10 +227,6 @@ class LLA(Codec):
     @property
     def _two_passes(self) -> bool:
         return not (self.single_pass or self.full_memory)
-
-    def _heads(self, config: OuroConfig) -> Shape:
-        """Leading axis of the codec's maps."""
-        return () if self.fold_heads else (config.num_kv_heads,)
 
     def _rebuild_into(
         self, config: OuroConfig, maps: Maps, buffers: Buffers, tokens: int, positions: Array | None = None
