@@ -24,6 +24,7 @@ from absl import app, flags
 import hla_jax
 from experiments.processes import in_fresh_process, memory
 from hla_jax.attention.scheme import Attention
+from hla_jax.calibration.random import random_maps
 from hla_jax.generation import decode
 from hla_jax.generation.sampling import Sampling, request_keys
 
@@ -50,7 +51,7 @@ def measure(directory: str, scheme: str, dtype: str, prompt_tokens: int, new_tok
     if new_tokens == 0:
         timed("forward", lambda: hla_jax.forward(model, tokens))
     else:
-        attention = Attention(hla_jax.FullCache()) if scheme == "full" else timed("maps", random_maps, model, dtype)
+        attention = Attention(hla_jax.FullCache()) if scheme == "full" else timed("maps", paper_hla, model, dtype)
         capacity, lengths = prompt_tokens + new_tokens, jnp.asarray([prompt_tokens])
         held["maps_bytes"] = sum(leaf.nbytes for leaf in attention.params.values())
         held["cache_bytes"] = attention.scheme.cache_bytes(config, capacity, dtype)
@@ -71,18 +72,11 @@ def measure(directory: str, scheme: str, dtype: str, prompt_tokens: int, new_tok
     }
 
 
-def random_maps(model: hla_jax.Model, dtype: str) -> Attention:
+def paper_hla(model: hla_jax.Model, dtype: str) -> Attention:
     """HLA with 10.7 times fewer numbers per token, a window of 128, and random maps."""
-    config = model.config
-    numbers = 2 * config.num_kv_heads * config.head_dim
+    numbers = 2 * model.config.num_kv_heads * model.config.head_dim
     scheme = hla_jax.HLA(rank_k=numbers // 8, rank_v=numbers // 8, rank_loop1=numbers // 16, window=128)
-    rng = np.random.default_rng(0)
-
-    def draw(shape: tuple[int, ...]) -> jax.Array:
-        layer = lambda: (rng.standard_normal(shape, np.float32) / shape[-1] ** 0.5).astype(jnp.dtype(dtype))
-        return jnp.asarray(np.stack([layer() for _ in range(config.num_layers)]))
-
-    return Attention(scheme, {name: draw(shape) for name, shape in scheme.map_shapes(config).items()})
+    return random_maps(scheme, model.config, 0, dtype)
 
 
 def main(argv: list[str]) -> None:

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from hla_jax.attention.full import rotate_qk
 from hla_jax.attention.parallel import exact_attention
-from hla_jax.attention.scheme import Cache, Eviction, Maps
+from hla_jax.attention.scheme import Cache, Eviction, Maps, merge_heads, split_heads
 from hla_jax.config import OuroConfig
-from hla_jax.kernels.latent_decode.reference import Window, latent_decode
+from hla_jax.kernels.latent_decode.api import latent_decode
 from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, rotate
 from hla_jax.models.ouro import LayerInputs
 
@@ -43,12 +44,26 @@ class Query(NamedTuple):
     """Scores a key or a mean without position."""
 
 
-def rotary_key(scheme: LLA, config: OuroConfig, maps: Maps, inputs: LayerInputs) -> Buffers:
-    """What the keys of a layer at a loop add to the rotary key, which is not rotated yet."""
+def with_rotary_key(
+    scheme: LLA, config: OuroConfig, maps: Maps, inputs: LayerInputs, latent: Float[Array, "B S Nrk"]
+) -> Float[Array, "B S Nr"]:
+    """What the keys of a layer at a loop add to each stored key, the latent and the rotary key behind it, which is not
+    rotated yet.
+    """
     shape = config.num_kv_heads, config.num_loops, config.head_dim, -1
     down = maps["rope_down"][inputs.layer].reshape(shape)[:, inputs.loop]
-    sums = "bsge,ger->bsr" if scheme.axis(config).groups == 1 else "bsge,ger->bsgr"
-    return {"rope_k": jnp.einsum(sums, inputs.k, down)}
+    groups = scheme.axis(config).groups
+    rotary = jnp.einsum("bsge,ger->bsgr", inputs.k, down)
+    rotary = rotary.sum(2, keepdims=True) if groups == 1 else rotary
+    return merge_heads(jnp.concatenate([split_heads(latent, groups), rotary], axis=-1))
+
+
+def turn_keys(
+    scheme: LLA, config: OuroConfig, keys: Float[Array, "B S Nr"], positions: Int[Array, "#B S"]
+) -> Float[Array, "B S Nr"]:
+    """Stored keys with their rotary part turned."""
+    latent, rotary = jnp.split(split_heads(keys, scheme.axis(config).groups), [scheme.rank_k], axis=-1)
+    return merge_heads(jnp.concatenate([latent, rotate_key(config, rotary, positions)], axis=-1))
 
 
 def rotate_key(
@@ -65,40 +80,53 @@ def read_all(
 ) -> Float[Array, "B S H dh"]:
     """Every token reads the latents of all tokens up to itself."""
     query = _query(scheme, config, maps, inputs, jnp.arange(inputs.h.shape[1])[None])
-    keys, values = _stored(scheme, config, latents)
+    keys, values = (split_heads(latents[name], scheme.axis(config).groups) for name in ("latent_k", "latent_v"))
     out = exact_attention(query.latent, keys, values, eviction=eviction, scale=config.head_dim**-0.5)
     return _output(scheme, config, maps, inputs, out, jnp.ones((), out.dtype))
 
 
 def read_past(
-    scheme: LLA, config: OuroConfig, maps: Maps, inputs: LayerInputs, cache: Cache, own: Buffers | None
+    scheme: LLA,
+    config: OuroConfig,
+    maps: Maps,
+    inputs: LayerInputs,
+    cache: Cache,
+    own: Buffers | None,
+    implementation: str | None,
 ) -> Float[Array, "B 1 H dh"]:
     """A new token reads the latents of the past, and its own (`own`), or its own keys and values exactly (None)."""
     scale, position = config.head_dim**-0.5, cache.lengths[:, None]
     query = _query(scheme, config, maps, inputs, position)
-    keys, values = _stored(scheme, config, scheme.latents(config, cache.buffers, inputs))
-    lengths, visible = cache.past(keys.shape[1])
+    stored = cache.stored("latent_k", "latent_v", inputs.layer)
+    past, _, lse = latent_decode(query.latent[:, 0], stored, scale, implementation=implementation)
 
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        nothing = lambda x: jnp.zeros((x.shape[0], 0, *x.shape[1:]), x.dtype)
-        itself = Window(q[:, 0], nothing(k), nothing(v), jnp.zeros((k.shape[0], 0), bool), k, v)
-        return latent_decode(query.latent[:, 0], keys, values, lengths, scale, itself, visible)
+    def weight(score: Float[Array, "B H"]) -> Float[Array, "B H 1"]:
+        """The token's attention to itself."""
+        return jax.nn.sigmoid(score.astype(lse.dtype) * scale - lse)[..., None]
 
     if own is not None:
-        key, value = _stored(scheme, config, {name: latent[:, None] for name, latent in own.items()})
-        past, itself, _ = attend(query.latent, key[:, 0], value[:, 0])
-        return _output(scheme, config, maps, inputs, (past + itself)[:, None], jnp.ones((), past.dtype))
+        key, value = (split_heads(own[name], scheme.axis(config).groups) for name in ("latent_k", "latent_v"))
+        itself = weight(_dot(query.latent[:, 0], key))
+        mixed = past * (1 - itself) + _per_query(value, past.shape[1]) * itself
+        return _output(scheme, config, maps, inputs, mixed[:, None].astype(past.dtype), jnp.ones((), past.dtype))
     # The stored tokens' scores lack the mean's part: take it from the token's own score instead.
     q, k = rotate_qk(config, inputs, position)
     mean = scheme.part(config, maps, "k", inputs.loop, inputs.layer).mean
-    own_q = jnp.concatenate([q, query.content], axis=-1)
-    own_k = jnp.concatenate([k[:, 0], jnp.broadcast_to(-mean, k[:, 0].shape).astype(k.dtype)], axis=-1)
-    past, itself, lse = attend(own_q, own_k, inputs.v[:, 0])
-    grouped = own_q[:, 0].reshape(own_q.shape[0], own_k.shape[1], -1, own_q.shape[-1])
-    own_score = jnp.einsum("bgmr,bgr->bgm", grouped, own_k).reshape(lse.shape) * scale
-    stored_weight = 1 - jnp.exp(own_score.astype(lse.dtype) - lse)
-    stored = _output(scheme, config, maps, inputs, past[:, None], stored_weight[:, None, :, None].astype(past.dtype))
-    return stored + itself[:, None]
+    itself = weight(_dot(q[:, 0], k[:, 0]) - _dot(query.content[:, 0], mean[None]))
+    rest = (1 - itself).astype(past.dtype)
+    out = _output(scheme, config, maps, inputs, (past * rest)[:, None], rest[:, None])
+    return out + (_per_query(inputs.v[:, 0], past.shape[1]) * itself).astype(out.dtype)[:, None]
+
+
+def _dot(q: Float[Array, "B H r"], k: Float[Array, "#B G r"]) -> Float[Array, "B H"]:
+    """Each query head with the key head of its group, in float32."""
+    wide = accumulation_dtype(q.dtype)
+    return jnp.sum(q.astype(wide) * _per_query(k.astype(wide), q.shape[1]), axis=-1)
+
+
+def _per_query(x: Float[Array, "B G r"], heads: int) -> Float[Array, "B H r"]:
+    """The key-value head of every query head."""
+    return jnp.repeat(x, heads // x.shape[1], axis=1)
 
 
 def _query(scheme: LLA, config: OuroConfig, maps: Maps, inputs: LayerInputs, positions: Int[Array, "#B S"]) -> Query:
@@ -111,15 +139,6 @@ def _query(scheme: LLA, config: OuroConfig, maps: Maps, inputs: LayerInputs, pos
     latent = jnp.einsum("bsgme,gre->bsgmr", grouped, up).reshape(*content.shape[:3], -1)
     rotary = rotate_key(config, jnp.einsum("bshe,her->bshr", inputs.q, maps["rope_query"][at]), positions)
     return Query(jnp.concatenate([latent, rotary], axis=-1).astype(content.dtype), content)
-
-
-def _stored(
-    scheme: LLA, config: OuroConfig, latents: Buffers
-) -> tuple[Float[Array, "B C N r"], Float[Array, "B C N rv"]]:
-    """Keys [latent_k; rope_k] and values of the latent heads."""
-    keys, values = jnp.concatenate([latents["latent_k"], latents["rope_k"]], axis=-1), latents["latent_v"]
-    split = lambda x: x.reshape(*x.shape[:2], scheme.axis(config).groups, x.shape[-1])
-    return split(keys), split(values)
 
 
 def _output(

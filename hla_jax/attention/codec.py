@@ -8,8 +8,8 @@ rotated at its token's position) and on values:
 
 so a latent is summed up while the loops and layers go by, in the cache itself when a prompt is read.
 
-Shapes: B batch, S tokens, C capacity, G key-value heads, H query heads, dh head size, r rank. A latent has a G axis
-where each head has its own.
+Shapes: B batch, S tokens, C capacity, G key-value heads, H query heads, dh head size, r rank, N latents a token (1 or
+G), which buffers keep side by side.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from hla_jax.attention.full import rotate_qk
+from hla_jax.attention.full import decode_exact, rotate_qk
 from hla_jax.attention.parallel import exact_attention
 from hla_jax.attention.scheme import (
     Cache,
@@ -34,11 +34,13 @@ from hla_jax.attention.scheme import (
     SchemeError,
     Shape,
     Transform,
+    merge_heads,
     new_token,
     put_tokens,
+    split_heads,
 )
 from hla_jax.config import OuroConfig
-from hla_jax.kernels.latent_decode.reference import Window, latent_decode
+from hla_jax.kernels.latent_decode import Stored
 from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, rotate
 from hla_jax.models.ouro import LayerInputs, Stage
 
@@ -129,21 +131,26 @@ class Codec(Scheme):
 
     def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
         axis = self.axis(config)
-        heads = () if axis.groups == 1 else (axis.groups,)
         return {
-            "latent_k": (axis.slots, *heads, self.rank_k),
-            "latent_v": (axis.slots, *heads, self.rank_v),
+            "latent_k": (axis.slots, axis.groups * self.rank_k),
+            "latent_v": (axis.slots, axis.groups * self.rank_v),
         }
+
+    def reads(self, config: OuroConfig) -> dict[str, int]:
+        readers = config.num_loops * config.num_layers // self.axis(config).slots
+        return super().reads(config) | dict.fromkeys(("latent_k", "latent_v"), readers * self.passes)
 
     # What the maps compute for one layer and loop.
 
-    def encode(self, config: OuroConfig, maps: Maps, inputs: LayerInputs) -> dict[str, Float[Array, "B S ..."]]:
+    def encode(self, config: OuroConfig, maps: Maps, inputs: LayerInputs) -> dict[str, Float[Array, "B S Nr"]]:
         """What the keys (before rotation) and values of a layer at a loop add to their latents."""
-        sums = "bsge,ger->bsgr" if self.axis(config).groups > 1 else "bsge,ger->bsr"
+        each = self.axis(config).groups > 1
 
-        def latent(name: str, x: Float[Array, "B S G dh"]) -> Float[Array, "B S ..."]:
+        def latent(name: str, x: Float[Array, "B S G dh"]) -> Float[Array, "B S Nr"]:
             part = self.part(config, maps, name, inputs.loop, inputs.layer)
-            return jnp.einsum(sums, x - part.mean, part.down)
+            if each:
+                return merge_heads(jnp.einsum("bsge,ger->bsgr", x - part.mean, part.down))
+            return jnp.einsum("bsge,ger->bsr", x - part.mean, part.down)
 
         return {"latent_k": latent("k", inputs.k), "latent_v": latent("v", inputs.v)}
 
@@ -158,12 +165,16 @@ class Codec(Scheme):
         dtype: DTypeLike,
     ) -> tuple[Float[Array, "B C G dh"], Float[Array, "B C G dh"]]:
         """Rotated keys, and values, of one layer and loop from their latents."""
-        # Heads first: one matrix product each, which XLA's CPU backend does twice as fast as with heads inside.
-        sums = "bcgr,gre->gbce" if self.axis(config).groups > 1 else "bcr,gre->gbce"
+        each = self.axis(config).groups > 1
 
         def rebuild(name: str) -> Float[Array, "B C G dh"]:
-            part = self.part(config, maps, name, loop, layer)
-            return jnp.moveaxis(jnp.einsum(sums, latents[f"latent_{name}"], part.up), 0, 2) + part.mean
+            part, latent = self.part(config, maps, name, loop, layer), latents[f"latent_{name}"]
+            # Heads first: one matrix product each, which XLA's CPU backend does twice as fast as with heads inside.
+            if each:
+                by_head = jnp.einsum("bcgr,gre->gbce", split_heads(latent, part.up.shape[0]), part.up)
+            else:
+                by_head = jnp.einsum("bcr,gre->gbce", latent, part.up)
+            return jnp.moveaxis(by_head, 0, 2) + part.mean
 
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, accumulation_dtype(jnp.dtype(dtype)))
         return rotate(rebuild("k"), positions, frequencies).astype(dtype), rebuild("v").astype(dtype)
@@ -171,7 +182,7 @@ class Codec(Scheme):
     # How a layer at a loop reads latents.
 
     def latents(self, config: OuroConfig, buffers: Buffers, inputs: LayerInputs) -> Buffers:
-        """The latents of a layer at a loop: [B, C, ...] of a cache, [B, ...] of a new token."""
+        """The latents of a layer at a loop: [B, C, N r] of a cache, [B, N r] of a new token."""
         slot = self.slot(config, inputs.loop, inputs.layer)
         return {name: buffers[name][slot] for name in self.token_shapes(config)}
 
@@ -185,17 +196,24 @@ class Codec(Scheme):
         return exact_attention(q, k, v, eviction=eviction)
 
     def read_past(
-        self, config: OuroConfig, maps: Maps, inputs: LayerInputs, cache: Cache, own: Buffers | None
+        self,
+        config: OuroConfig,
+        maps: Maps,
+        inputs: LayerInputs,
+        cache: Cache,
+        own: Buffers | None,
+        implementation: str | None = None,
     ) -> Float[Array, "B 1 H dh"]:
         """A new token reads the latents of the past, and its own (`own`), or its own keys and values exactly (None)."""
         rebuild = functools.partial(self.rebuilt, config, maps, inputs.loop, inputs.layer, dtype=inputs.q.dtype)
         stored = self.latents(config, cache.buffers, inputs)
         past = rebuild(latents=stored, positions=cache.positions(stored["latent_k"].shape[1]))
-        if own is None:
-            return decode_exact(config, inputs, cache, past)
-        one = {name: latent[:, None] for name, latent in own.items()}
-        k, v = rebuild(latents=one, positions=cache.lengths[:, None])
-        return decode_exact(config, inputs, cache, past, (k[:, 0], v[:, 0]))
+        q, k = rotate_qk(config, inputs, cache.lengths[:, None])
+        v = inputs.v
+        if own is not None:
+            one = {name: latent[:, None] for name, latent in own.items()}
+            k, v = rebuild(latents=one, positions=cache.lengths[:, None])
+        return decode_exact(q, k, v, rebuilt_past(cache, *past), implementation)
 
     # The contract.
 
@@ -220,9 +238,10 @@ class Codec(Scheme):
             [Stage(range(config.num_loops), attend)], cache.buffers, lambda buffers: Cache(buffers, lengths)
         )
 
-    def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
+    def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
         def attend(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
-            return self.read_past(config, maps, inputs, cache, None), self.write(config, maps, inputs, new)
+            out = self.read_past(config, maps, inputs, cache, None, implementation)
+            return out, self.write(config, maps, inputs, new)
 
         return Transform([Stage(range(config.num_loops), attend)], new_token(cache.buffers), cache.store)
 
@@ -243,18 +262,8 @@ class Codec(Scheme):
         return Transform([Stage(range(config.num_loops), attend)], None, lambda _: cache)
 
 
-def decode_exact(
-    config: OuroConfig,
-    inputs: LayerInputs,
-    cache: Cache,
-    past: tuple[Float[Array, "B C G dh"], Float[Array, "B C G dh"]],
-    own: tuple[Float[Array, "B G dh"], Float[Array, "B G dh"]] | None = None,
-) -> Float[Array, "B 1 H dh"]:
-    """A new token reads keys and values of the past and its own: `own`, or (None) those of the layer."""
-    q, k = rotate_qk(config, inputs, cache.lengths[:, None])
-    k, v = (k[:, 0], inputs.v[:, 0]) if own is None else own
-    nothing = jnp.zeros((k.shape[0], 0, *k.shape[1:]), k.dtype)
-    itself = Window(q[:, 0], nothing, nothing, jnp.zeros(nothing.shape[:2], bool), k, v)
-    lengths, visible = cache.past(past[0].shape[1])
-    stored, own_sum, _ = latent_decode(q[:, 0], *past, lengths, config.head_dim**-0.5, itself, visible)
-    return (stored + own_sum)[:, None]
+def rebuilt_past(cache: Cache, k: Float[Array, "B C G dh"], v: Float[Array, "B C G dh"]) -> Stored:
+    """What a new token reads of keys and values that were rebuilt for all slots of a cache."""
+    lengths, visible = cache.past(k.shape[1])
+    only = jnp.zeros((), jnp.int32)
+    return Stored(merge_heads(k)[None], merge_heads(v)[None], only, lengths, visible=visible)

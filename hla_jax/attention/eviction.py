@@ -58,6 +58,13 @@ class Evicted(Scheme):
     def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
         return self.scheme.token_shapes(config)
 
+    @property
+    def passes(self) -> int:
+        return self.scheme.passes
+
+    def reads(self, config: OuroConfig) -> dict[str, int]:
+        return self.scheme.reads(config)
+
     def window_tokens(self) -> int:
         return self.scheme.window_tokens()
 
@@ -79,8 +86,8 @@ class Evicted(Scheme):
     ) -> Transform:
         return self._read_then_evict(self.scheme.prefill, config, maps, cache, tokens, lengths)
 
-    def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
-        return self.scheme.decode(config, maps, cache)
+    def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
+        return self.scheme.decode(config, maps, cache, implementation)
 
     def reread(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
         """Reads a cache of all tokens; a mask hides those that would be gone."""

@@ -18,17 +18,19 @@ from hla_jax.attention.scheme import (
     Scheme,
     Shape,
     Transform,
+    merge_heads,
     new_token,
     put_tokens,
     slot_of,
 )
 from hla_jax.config import OuroConfig
-from hla_jax.kernels.latent_decode.reference import latent_decode
+from hla_jax.kernels.latent_decode import Stored
+from hla_jax.kernels.latent_decode.api import latent_decode
 from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, rotate
 from hla_jax.models.ouro import LayerInputs, Stage
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
+    from jaxtyping import Float, Int
 
 
 def rotate_qk(config: OuroConfig, inputs: LayerInputs, positions: Int[Array, "B S"]) -> tuple[Array, Array]:
@@ -54,6 +56,19 @@ def exact_stages(
     return [Stage(range(config.num_loops), attend)]
 
 
+def decode_exact(
+    q: Float[Array, "B 1 H dh"],
+    k: Float[Array, "B 1 G dh"],
+    v: Float[Array, "B 1 G dh"],
+    past: Stored,
+    implementation: str | None,
+) -> Float[Array, "B 1 H dh"]:
+    """A new token reads stored keys and values, and its own."""
+    itself = window.only_itself(q[:, 0], k[:, 0], v[:, 0])
+    stored, own, _ = latent_decode(q[:, 0], past, q.shape[-1] ** -0.5, itself, implementation=implementation)
+    return (stored + own)[:, None]
+
+
 @dataclasses.dataclass(frozen=True)
 class FullCache(Scheme):
     """Rotated keys and values of every loop and layer, slot t * L + l: 2 T L G dh numbers a token."""
@@ -62,7 +77,7 @@ class FullCache(Scheme):
 
     def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
         slots = config.num_loops * config.num_layers
-        return dict.fromkeys(("k", "v"), (slots, config.num_kv_heads, config.head_dim))
+        return dict.fromkeys(("k", "v"), (slots, config.num_kv_heads * config.head_dim))
 
     def fill(
         self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
@@ -72,28 +87,25 @@ class FullCache(Scheme):
         def attend(buffers: dict[str, Array], inputs: LayerInputs) -> tuple[Array, dict[str, Array]]:
             q, k = rotate_qk(config, inputs, positions)
             slot = slot_of(config, inputs)
-            buffers = {"k": put_tokens(buffers["k"], slot, k), "v": put_tokens(buffers["v"], slot, inputs.v)}
+            written = {"k": merge_heads(k), "v": merge_heads(inputs.v)}
+            buffers = {name: put_tokens(buffer, slot, written[name]) for name, buffer in buffers.items()}
             return exact_attention(q, k, inputs.v), buffers
 
         return Transform(
             [Stage(range(config.num_loops), attend)], cache.buffers, lambda buffers: Cache(buffers, lengths)
         )
 
-    def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
-        buffers, position = cache.buffers, cache.lengths
-        past, visible = cache.past(buffers["k"].shape[2])
-
+    def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
         def attend(new: dict[str, Array], inputs: LayerInputs) -> tuple[Array, dict[str, Array]]:
-            q, k = rotate_qk(config, inputs, position[:, None])
+            q, k = rotate_qk(config, inputs, cache.lengths[:, None])
             slot = slot_of(config, inputs)
-            itself = window.read(config, buffers, inputs, q, k, position)
-            stored, own, _ = latent_decode(
-                q[:, 0], buffers["k"][slot], buffers["v"][slot], past, config.head_dim**-0.5, itself, visible
-            )
-            new = {"k": new["k"].at[slot].set(k[:, 0]), "v": new["v"].at[slot].set(inputs.v[:, 0])}
-            return (stored + own)[:, None], new
+            out = decode_exact(q, k, inputs.v, cache.stored("k", "v", slot), implementation)
+            return out, {
+                "k": new["k"].at[slot].set(merge_heads(k[:, 0])),
+                "v": new["v"].at[slot].set(merge_heads(inputs.v[:, 0])),
+            }
 
-        return Transform([Stage(range(config.num_loops), attend)], new_token(buffers), cache.store)
+        return Transform([Stage(range(config.num_loops), attend)], new_token(cache.buffers), cache.store)
 
     def reread(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
         """Every token reads exact keys and values, so this is the exact pass."""

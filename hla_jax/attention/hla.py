@@ -11,6 +11,7 @@ r1 of each half of the loop-1 latent. Code counts loops from 0, so the main late
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -32,7 +33,8 @@ from hla_jax.attention.scheme import (
     put_tokens,
 )
 from hla_jax.config import OuroConfig
-from hla_jax.kernels.latent_decode.reference import latent_decode
+from hla_jax.kernels.latent_decode import Rotation, Stored
+from hla_jax.kernels.latent_decode.api import latent_decode
 from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, linear, rotate
 from hla_jax.models.ouro import LayerInputs, Stage
 
@@ -129,6 +131,9 @@ class HLA(Scheme):
             "latent_v1": (layers, self.rank_loop1),
         }
 
+    def reads(self, config: OuroConfig) -> dict[str, int]:
+        return super().reads(config) | dict.fromkeys(("latent_k", "latent_v"), config.num_loops - 1)
+
     def fill(
         self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
     ) -> Transform[Cache]:
@@ -166,53 +171,44 @@ class HLA(Scheme):
 
         return Transform(_stages(config, attend_first, attend_rest), cache.buffers, finish)
 
-    def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
-        """The main latent is summed over the loops in float32, and stored when it is complete, its key part rotated
-        once.
+    def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
+        """A new token reads no latent of its own, so what the writers need is noted on the way, and all layers' latents
+        are written after the last loop, in one product for each map.
         """
         buffers, position = cache.buffers, cache.lengths
-        far, visible = cache.past(buffers["latent_k"].shape[2], self.window)
+        dtype = buffers["latent_k"].dtype
+        rotation = _rotation(config, self.rank_k, self.pair_frequency, position, dtype)
+        rotation_first = _rotation(config, self.rank_loop1, self.pair_frequency_loop1, position, dtype)
 
         def attend_first(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
-            latent_k, latent_v = self.write_first(config, maps, inputs, position[:, None])
-            new = new | {
-                "latent_k1": new["latent_k1"].at[inputs.layer].set(latent_k[:, 0]),
-                "latent_v1": new["latent_v1"].at[inputs.layer].set(latent_v[:, 0]),
-            }
-            query = self.query_first(config, maps, inputs, position[:, None])
-            stored = buffers["latent_k1"][inputs.layer], buffers["latent_v1"][inputs.layer]
-            return attend(new, inputs, query, *stored, maps["read_o1"][inputs.layer])
+            query = _query(inputs.q, maps["read_q1"][inputs.layer])
+            stored = cache.stored("latent_k1", "latent_v1", inputs.layer, self.window)
+            return attend(new, inputs, query, stored, rotation_first, maps["read_o1"][inputs.layer])
 
         def attend_rest(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
-            part_k, part_v = self.write_rest(maps, inputs)
-            new = new | {
-                "latent_k": new["latent_k"].at[inputs.layer].add(part_k[:, 0]),
-                "latent_v": new["latent_v"].at[inputs.layer].add(part_v[:, 0]),
-            }
-            query = self.query_rest(config, maps, inputs, position[:, None])
-            stored = buffers["latent_k"][inputs.layer], buffers["latent_v"][inputs.layer]
-            return attend(new, inputs, query, *stored, maps["read_o"][inputs.layer, inputs.loop - 1])
+            at = inputs.layer, inputs.loop - 1
+            query = _query(inputs.q, maps["read_q"][at])
+            stored = cache.stored("latent_k", "latent_v", inputs.layer, self.window)
+            return attend(new, inputs, query, stored, rotation, maps["read_o"][at])
 
         def attend(
-            new: Buffers, inputs: LayerInputs, query: Array, keys: Array, values: Array, read: Array
+            new: Buffers, inputs: LayerInputs, query: Array, stored: Stored, rotation: Rotation, read: Array
         ) -> tuple[Array, Buffers]:
             q, k = rotate_qk(config, inputs, position[:, None])
+            recent = window.read(config, buffers, inputs, q, k, position)
             latent, exact, _ = latent_decode(
-                query[:, 0],
-                keys[:, :, None],
-                values[:, :, None],
-                far,
-                config.head_dim**-0.5,
-                window.read(config, buffers, inputs, q, k, position),
-                visible,
+                query[:, 0], stored, config.head_dim**-0.5, recent, rotation, implementation=implementation
             )
+            new = new | {"h": new["h"].at[inputs.loop, inputs.layer].set(inputs.h[:, 0])}
             return output(latent[:, None], read) + exact[:, None], window.note(config, new, inputs, k)
 
         def finish(new: Buffers) -> Cache:
-            rotated = self.rotate_main(config, jnp.moveaxis(new["latent_k"], 0, 1)[:, None], position[:, None])[:, 0]
-            return cache.store(new | {"latent_k": jnp.moveaxis(rotated, 1, 0)})
+            return cache.store(new | self.write_token(config, maps, new.pop("h"), position))
 
-        return Transform(_stages(config, attend_first, attend_rest), new_token(buffers), finish)
+        rings = new_token({name: buffer for name, buffer in buffers.items() if name.startswith("window")})
+        shape = config.num_loops, config.num_layers, position.shape[0], config.hidden_size
+        noted = rings | {"h": jnp.zeros(shape, dtype)}
+        return Transform(_stages(config, attend_first, attend_rest), noted, finish)
 
     def reread(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
         """Main latents come from the pass that filled the cache, loop-1 latents and the window from this pass (HLA,
@@ -254,19 +250,35 @@ class HLA(Scheme):
         at = (inputs.layer, inputs.loop - 1)
         return linear(inputs.h, maps["write_k"][at]), linear(inputs.h, maps["write_v"][at])
 
+    def write_token(
+        self, config: OuroConfig, maps: Maps, h: Float[Array, "T L B d"], position: Int[Array, " B"]
+    ) -> dict[str, Float[Array, "L B r"]]:
+        """All latents of one token from the states of all loops, summed over the loops in float32, keys rotated."""
+        wide = accumulation_dtype(h.dtype)
+        first = lambda name: jnp.einsum("lbd,lrd->lbr", h[0], maps[name], preferred_element_type=wide)
+        main = lambda name: jnp.einsum("tlbd,ltrd->ltbr", h[1:], maps[name], preferred_element_type=wide).sum(1)
+
+        def turn(rotate: Callable, keys: Float[Array, "L B r"]) -> Float[Array, "L B r"]:
+            return jax.vmap(lambda x: rotate(config, x[:, None, None], position[:, None])[:, 0, 0])(keys)
+
+        return {
+            "latent_k": turn(self.rotate_main, main("write_k")),
+            "latent_v": main("write_v"),
+            "latent_k1": turn(self.rotate_first, first("write_k1")),
+            "latent_v1": first("write_v1"),
+        }
+
     def query_first(
         self, config: OuroConfig, maps: Maps, inputs: LayerInputs, positions: Array
     ) -> Float[Array, "B S H r1"]:
         """Loop 1's rotated latent query."""
-        query = jnp.einsum("bshe,her->bshr", inputs.q, maps["read_q1"][inputs.layer])
-        return self.rotate_first(config, query.astype(inputs.q.dtype), positions)
+        return self.rotate_first(config, _query(inputs.q, maps["read_q1"][inputs.layer]), positions)
 
     def query_rest(
         self, config: OuroConfig, maps: Maps, inputs: LayerInputs, positions: Array
     ) -> Float[Array, "B S H rk"]:
         """Rotated latent query A_t^T q of loops 2 .. T (Eq. 3)."""
-        query = jnp.einsum("bshe,her->bshr", inputs.q, maps["read_q"][inputs.layer, inputs.loop - 1])
-        return self.rotate_main(config, query.astype(inputs.q.dtype), positions)
+        return self.rotate_main(config, _query(inputs.q, maps["read_q"][inputs.layer, inputs.loop - 1]), positions)
 
     def rotate_main(
         self, config: OuroConfig, x: Float[Array, "B S N rk"], positions: Array
@@ -279,6 +291,11 @@ class HLA(Scheme):
     ) -> Float[Array, "B S N r1"]:
         """Rotates loop-1 latents, or queries to them."""
         return rotate_latent(config, x, positions, self.pair_frequency_loop1)
+
+
+def _query(q: Float[Array, "B S H dh"], read: Float[Array, "H dh r"]) -> Float[Array, "B S H r"]:
+    """A_t^T q (Eq. 3), not rotated."""
+    return jnp.einsum("bshe,her->bshr", q, read).astype(q.dtype)
 
 
 def output(latent: Float[Array, "B S H rv"], read: Float[Array, "H rv dh"]) -> Float[Array, "B S H dh"]:
@@ -297,6 +314,21 @@ def rotate_latent(
         frequencies = frequencies[jnp.asarray(pair_frequency)].reshape(blocks, -1)
         frequencies = jnp.tile(frequencies, (heads, 1))
     return rotate(x.reshape(*leading, heads * blocks, config.head_dim), positions, frequencies).reshape(x.shape)
+
+
+def _rotation(
+    config: OuroConfig,
+    rank: int,
+    pair_frequency: tuple[int, ...] | None,
+    positions: Int[Array, " B"],
+    dtype: jnp.dtype,
+) -> Rotation:
+    """What `rotate_latent` does to one token's query, for the kernel to do."""
+    half = config.head_dim // 2
+    frequencies = inverse_frequencies(config.head_dim, config.rope_theta, accumulation_dtype(dtype))
+    of_pair = np.arange(rank // 2) % half if pair_frequency is None else np.asarray(pair_frequency)
+    angles = positions[:, None] * frequencies[of_pair]
+    return Rotation(jnp.cos(angles), jnp.sin(angles), half)
 
 
 def _stages(config: OuroConfig, first, rest) -> list[Stage]:

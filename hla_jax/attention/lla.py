@@ -19,8 +19,8 @@ import numpy as np
 from jax import Array
 
 from hla_jax.attention import absorbed
-from hla_jax.attention.codec import Axis, Codec, Part, decode_exact
-from hla_jax.attention.full import rotate_qk
+from hla_jax.attention.codec import Axis, Codec, Part
+from hla_jax.attention.full import decode_exact, rotate_qk
 from hla_jax.attention.scheme import (
     Cache,
     Eviction,
@@ -28,6 +28,7 @@ from hla_jax.attention.scheme import (
     SchemeError,
     Shape,
     Transform,
+    merge_heads,
     new_token,
     put_tokens,
     slot_of,
@@ -93,11 +94,24 @@ class LLA(Codec):
     def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
         shapes = super().token_shapes(config)
         if self.rank_rope is not None:
-            shapes |= {"rope_k": (*shapes["latent_k"][:-1], self.rank_rope)}
+            slots, groups = self.axis(config)[:2]
+            shapes |= {"latent_k": (slots, groups * (self.rank_k + self.rank_rope))}
         if self.first_pass == "exact" or self.full_memory:
             slots = config.num_loops * config.num_layers
-            shapes |= dict.fromkeys(("k", "v"), (slots, config.num_kv_heads, config.head_dim))
+            shapes |= dict.fromkeys(("k", "v"), (slots, config.num_kv_heads * config.head_dim))
         return shapes
+
+    @property
+    def passes(self) -> int:
+        return 1 if self.single_pass or self.full_memory else 2
+
+    def reads(self, config: OuroConfig) -> dict[str, int]:
+        latents = ("latent_k", "latent_v")
+        if self.full_memory:
+            return super().reads(config) | dict.fromkeys(latents, 0)
+        if self.first_pass == "exact":
+            return super().reads(config) | dict.fromkeys(latents, config.num_loops * (self.passes - 1))
+        return super().reads(config)
 
     def axis(self, config: OuroConfig) -> Axis:
         trajectory = config.num_loops * config.head_dim
@@ -133,9 +147,11 @@ class LLA(Codec):
 
     # How a layer at a loop writes and reads latents: rebuilt, or absorbed.
 
-    def encode(self, config: OuroConfig, maps: Maps, inputs: LayerInputs) -> dict[str, Float[Array, "B S ..."]]:
+    def encode(self, config: OuroConfig, maps: Maps, inputs: LayerInputs) -> dict[str, Float[Array, "B S Nr"]]:
         parts = super().encode(config, maps, inputs)
-        return parts if self.rank_rope is None else parts | absorbed.rotary_key(self, config, maps, inputs)
+        if self.rank_rope is None:
+            return parts
+        return parts | {"latent_k": absorbed.with_rotary_key(self, config, maps, inputs, parts["latent_k"])}
 
     def read_all(
         self, config: OuroConfig, maps: Maps, inputs: LayerInputs, latents: Buffers, eviction: Eviction | None
@@ -145,11 +161,17 @@ class LLA(Codec):
         return absorbed.read_all(self, config, maps, inputs, latents, eviction)
 
     def read_past(
-        self, config: OuroConfig, maps: Maps, inputs: LayerInputs, cache: Cache, own: Buffers | None
+        self,
+        config: OuroConfig,
+        maps: Maps,
+        inputs: LayerInputs,
+        cache: Cache,
+        own: Buffers | None,
+        implementation: str | None = None,
     ) -> Float[Array, "B 1 H dh"]:
         if self.rank_rope is None:
-            return super().read_past(config, maps, inputs, cache, own)
-        return absorbed.read_past(self, config, maps, inputs, cache, own)
+            return super().read_past(config, maps, inputs, cache, own, implementation)
+        return absorbed.read_past(self, config, maps, inputs, cache, own, implementation)
 
     # The contract.
 
@@ -165,17 +187,17 @@ class LLA(Codec):
             if self.first_pass == "exact":
                 slot, (_, k) = slot_of(config, inputs), rotate_qk(config, inputs, positions)
                 buffers = buffers | {
-                    "k": put_tokens(buffers["k"], slot, k),
-                    "v": put_tokens(buffers["v"], slot, inputs.v),
+                    "k": put_tokens(buffers["k"], slot, merge_heads(k)),
+                    "v": put_tokens(buffers["v"], slot, merge_heads(inputs.v)),
                 }
             return out, buffers
 
         def finish(buffers: Buffers) -> Cache:
             if self.rank_rope is not None:
                 turn = lambda layer, buffer: put_tokens(
-                    buffer, layer, absorbed.rotate_key(config, buffer[layer, :, :tokens], positions)
+                    buffer, layer, absorbed.turn_keys(self, config, buffer[layer, :, :tokens], positions)
                 )
-                buffers = buffers | {"rope_k": jax.lax.fori_loop(0, config.num_layers, turn, buffers["rope_k"])}
+                buffers = buffers | {"latent_k": jax.lax.fori_loop(0, config.num_layers, turn, buffers["latent_k"])}
             if self.full_memory:
                 buffers = self._rebuild_into(config, maps, buffers, tokens)
             return Cache(buffers, lengths)
@@ -186,36 +208,38 @@ class LLA(Codec):
         self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
     ) -> Transform:
         exact = self.fill(config, maps, cache, tokens, lengths)
-        return exact.then(lambda cache: self.reread(config, maps, cache, tokens)) if self._two_passes else exact
+        return exact.then(lambda cache: self.reread(config, maps, cache, tokens)) if self.passes == 2 else exact
 
-    def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
+    def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
         position, loops = cache.lengths, range(config.num_loops)
         kept = self.first_pass == "exact" or self.full_memory
 
         def first(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             new = self.write(config, maps, inputs, new)
             if not kept:
-                return self.read_past(config, maps, inputs, cache, None), new
-            slot, (_, k) = slot_of(config, inputs), rotate_qk(config, inputs, position[:, None])
+                return self.read_past(config, maps, inputs, cache, None, implementation), new
+            slot, (q, k) = slot_of(config, inputs), rotate_qk(config, inputs, position[:, None])
             if self.first_pass == "exact":
-                new = new | {"k": new["k"].at[slot].set(k[:, 0]), "v": new["v"].at[slot].set(inputs.v[:, 0])}
-            past = cache.buffers["k"][slot], cache.buffers["v"][slot]
-            return decode_exact(config, inputs, cache, past), new
+                new = new | {
+                    "k": new["k"].at[slot].set(merge_heads(k[:, 0])),
+                    "v": new["v"].at[slot].set(merge_heads(inputs.v[:, 0])),
+                }
+            return decode_exact(q, k, inputs.v, cache.stored("k", "v", slot), implementation), new
 
         def finish(new: Buffers) -> Cache | Transform:
             if self.rank_rope is not None:
-                turned = jax.vmap(lambda key: absorbed.rotate_key(config, key[:, None], position[:, None])[:, 0])
-                new = new | {"rope_k": turned(new["rope_k"])}
+                turned = jax.vmap(lambda key: absorbed.turn_keys(self, config, key[:, None], position[:, None])[:, 0])
+                new = new | {"latent_k": turned(new["latent_k"])}
             if self.full_memory:
                 one = {name: buffer[:, :, None] for name, buffer in new.items()}
                 rebuilt = self._rebuild_into(config, maps, one, 1, position[:, None])
                 new = {name: buffer[:, :, 0] for name, buffer in rebuilt.items()}
-            if not self._two_passes:
+            if self.passes == 1:
                 return cache.store(new)
 
             def second(lengths: Array, inputs: LayerInputs) -> tuple[Array, Array]:
                 own = self.latents(config, new, inputs)
-                return self.read_past(config, maps, inputs, cache, own), jnp.maximum(lengths, 0)
+                return self.read_past(config, maps, inputs, cache, own, implementation), jnp.maximum(lengths, 0)
 
             # The lengths go through the pass unchanged, so that storing waits for its end: XLA copies a cache that it
             # might write while it is still read.
@@ -223,10 +247,6 @@ class LLA(Codec):
             return Transform([Stage(loops, second)], position, store)
 
         return Transform([Stage(loops, first)], new_token(cache.buffers), finish)
-
-    @property
-    def _two_passes(self) -> bool:
-        return not (self.single_pass or self.full_memory)
 
     def _rebuild_into(
         self, config: OuroConfig, maps: Maps, buffers: Buffers, tokens: int, positions: Array | None = None
@@ -238,7 +258,7 @@ class LLA(Codec):
             loop, layer = slot // config.num_layers, slot % config.num_layers
             latents = {name: buffers[name][layer, :, :tokens] for name in ("latent_k", "latent_v")}
             k, v = self.rebuilt(config, maps, loop, layer, latents, positions, kept[0].dtype)
-            return put_tokens(kept[0], slot, k), put_tokens(kept[1], slot, v)
+            return put_tokens(kept[0], slot, merge_heads(k)), put_tokens(kept[1], slot, merge_heads(v))
 
         slots = config.num_loops * config.num_layers
         k, v = jax.lax.fori_loop(0, slots, one, (buffers["k"], buffers["v"]))

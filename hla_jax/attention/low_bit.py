@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from hla_jax.attention.codec import decode_exact
-from hla_jax.attention.full import rotate_qk
+from hla_jax.attention.codec import rebuilt_past
+from hla_jax.attention.full import decode_exact, rotate_qk
 from hla_jax.attention.parallel import exact_attention, hybrid_attention
 from hla_jax.attention.scheme import (
     Cache,
@@ -93,7 +93,7 @@ class LowBit(Scheme):
             [Stage(range(config.num_loops), attend)], cache.buffers, lambda buffers: Cache(buffers, lengths)
         )
 
-    def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
+    def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
         positions = cache.positions(cache.buffers["code_k"].shape[2])
 
         def attend(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
@@ -102,7 +102,8 @@ class LowBit(Scheme):
             past = self.rebuilt(config, maps, inputs, stored, positions)
             written = self.encode(maps, inputs)
             new = {name: value.at[slot].set(written[name][:, 0].astype(value.dtype)) for name, value in new.items()}
-            return decode_exact(config, inputs, cache, past), new
+            q, k = rotate_qk(config, inputs, cache.lengths[:, None])
+            return decode_exact(q, k, inputs.v, rebuilt_past(cache, *past), implementation), new
 
         return Transform([Stage(range(config.num_loops), attend)], new_token(cache.buffers), cache.store)
 

@@ -22,6 +22,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from hla_jax.config import OuroConfig
+from hla_jax.kernels.latent_decode import Stored
 from hla_jax.models import ouro
 from hla_jax.models.layers import accumulation_dtype
 from hla_jax.models.ouro import LayerInputs, Stage
@@ -71,6 +72,11 @@ class Cache:
             return jnp.maximum(self.lengths - window, 0), None
         beyond = self.positions(capacity) < self.lengths[:, None] - window
         return jnp.minimum(self.lengths, capacity), beyond if window else None
+
+    def stored(self, keys: str, values: str, slot: Int[Array, ""], window: int = 0) -> Stored:
+        """What a new token reads beyond its window, of one slot of two buffers."""
+        lengths, visible = self.past(self.buffers[keys].shape[2], window)
+        return Stored(self.buffers[keys], self.buffers[values], slot, lengths, visible=visible)
 
     def store(self, new: dict[str, Array]) -> Cache:
         """The cache with one more token a sequence: what `new_token` was filled with. A window is a ring of its own.
@@ -132,9 +138,7 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
-        """Buffers that grow with the tokens: name to (leading..., trailing...) around the [B, C] axes, see
-        `cache_shapes`.
-        """
+        """Buffers that grow with the tokens: name to (slots, numbers of a token), around the [B, C] axes."""
 
     def window_tokens(self) -> int:
         """Recent tokens kept exactly, in every loop."""
@@ -143,11 +147,11 @@ class Scheme(abc.ABC):
     def cache_shapes(
         self, config: OuroConfig, batch: int, capacity: int, dtype: DTypeLike
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every buffer: [slots, B, C, ...] for what grows with the tokens, [T L, B, W, G, dh] for the window."""
+        """Every buffer: [slots, B, C, numbers] for what grows with the tokens, [T L, B, W, G dh] for the window."""
         shapes = {name: (slots, batch, capacity, *rest) for name, (slots, *rest) in self.token_shapes(config).items()}
         if window := self.window_tokens():
-            slots, heads = config.num_loops * config.num_layers, config.num_kv_heads
-            shapes |= dict.fromkeys(("window_k", "window_v"), (slots, batch, window, heads, config.head_dim))
+            slots, width = config.num_loops * config.num_layers, config.num_kv_heads * config.head_dim
+            shapes |= dict.fromkeys(("window_k", "window_v"), (slots, batch, window, width))
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
 
     def init_cache(self, config: OuroConfig, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
@@ -156,6 +160,15 @@ class Scheme(abc.ABC):
         shapes = self.cache_shapes(config, batch, capacity, dtype)
         buffers = {name: jnp.zeros(buffer.shape, buffer.dtype) for name, buffer in shapes.items()}
         return Cache(buffers, jnp.zeros(batch, jnp.int32))
+
+    @property
+    def passes(self) -> int:
+        """How many times a decoding step runs the model."""
+        return 1
+
+    def reads(self, config: OuroConfig) -> dict[str, int]:
+        """How many times a decoding step reads each buffer."""
+        return dict.fromkeys(self.cache_shapes(config, 1, 1, jnp.float32), 1)
 
     def cache_bytes(self, config: OuroConfig, tokens: int, dtype: DTypeLike) -> int:
         """Bytes of one sequence's cache at a capacity of `tokens`."""
@@ -175,8 +188,11 @@ class Scheme(abc.ABC):
         return self.fill(config, maps, cache, tokens, lengths)
 
     @abc.abstractmethod
-    def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
-        """Attention of one new token per sequence, at position `cache.lengths`."""
+    def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
+        """Attention of one new token per sequence, at position `cache.lengths`.
+
+        `implementation` is that of `kernels.latent_decode`; None goes by platform.
+        """
 
     @abc.abstractmethod
     def reread(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
@@ -233,6 +249,8 @@ class Attention:
 
     scheme: Scheme = dataclasses.field(metadata={"static": True})
     params: dict[str, Array] = dataclasses.field(default_factory=dict)
+    implementation: str | None = dataclasses.field(default=None, metadata={"static": True})
+    """Of decoding's `kernels.latent_decode`: "reference", "pallas_tpu" or "triton_gpu"; None goes by platform."""
 
 
 def put_tokens(buffer: Array, slot: Array | int, value: Array) -> Array:
@@ -255,6 +273,16 @@ def new_token(buffers: dict[str, Array]) -> dict[str, Array]:
         return jnp.zeros(buffer.shape[:2] + buffer.shape[3:], dtype)
 
     return {name: zeros(buffer) for name, buffer in buffers.items()}
+
+
+def merge_heads(x: Float[Array, "... N r"]) -> Float[Array, "... Nr"]:
+    """A token's heads side by side, as buffers keep them."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def split_heads(x: Float[Array, "... Nr"], heads: int) -> Float[Array, "... N r"]:
+    """The inverse of `merge_heads`."""
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
 def slot_of(config: OuroConfig, inputs: LayerInputs) -> Int[Array, ""]:

@@ -20,11 +20,13 @@ from hla_jax.attention.scheme import (
     SchemeError,
     Shape,
     Transform,
+    merge_heads,
     new_token,
     put_tokens,
+    split_heads,
 )
 from hla_jax.config import OuroConfig
-from hla_jax.kernels.latent_decode.reference import latent_decode
+from hla_jax.kernels.latent_decode.api import latent_decode
 from hla_jax.models.ouro import LayerInputs, Stage
 
 if TYPE_CHECKING:
@@ -53,7 +55,10 @@ class SharedLoop(Scheme):
         return self.window
 
     def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
-        return dict.fromkeys(("last_k", "last_v"), (config.num_layers, config.num_kv_heads, config.head_dim))
+        return dict.fromkeys(("last_k", "last_v"), (config.num_layers, config.num_kv_heads * config.head_dim))
+
+    def reads(self, config: OuroConfig) -> dict[str, int]:
+        return super().reads(config) | dict.fromkeys(("last_k", "last_v"), config.num_loops)
 
     def fill(
         self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
@@ -68,28 +73,25 @@ class SharedLoop(Scheme):
             _, k = rotate_qk(config, inputs, positions)
             out, buffers = attend(buffers, inputs)
             return out, buffers | {
-                "last_k": put_tokens(buffers["last_k"], inputs.layer, k),
-                "last_v": put_tokens(buffers["last_v"], inputs.layer, inputs.v),
+                "last_k": put_tokens(buffers["last_k"], inputs.layer, merge_heads(k)),
+                "last_v": put_tokens(buffers["last_v"], inputs.layer, merge_heads(inputs.v)),
             }
 
         return Transform(
             self._stages(config, attend, attend_last), cache.buffers, lambda buffers: Cache(buffers, lengths)
         )
 
-    def decode(self, config: OuroConfig, maps: Maps, cache: Cache) -> Transform:
+    def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
         buffers, position = cache.buffers, cache.lengths
-        past, visible = cache.past(buffers["last_k"].shape[2], self.window)
 
         def attend(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             q, k = rotate_qk(config, inputs, position[:, None])
             far, near, _ = latent_decode(
                 q[:, 0],
-                buffers["last_k"][inputs.layer],
-                buffers["last_v"][inputs.layer],
-                past,
+                cache.stored("last_k", "last_v", inputs.layer, self.window),
                 config.head_dim**-0.5,
                 window.read(config, buffers, inputs, q, k, position),
-                visible,
+                implementation=implementation,
             )
             return (far + near)[:, None], window.note(config, new, inputs, k)
 
@@ -97,8 +99,8 @@ class SharedLoop(Scheme):
             _, k = rotate_qk(config, inputs, position[:, None])
             out, new = attend(new, inputs)
             return out, new | {
-                "last_k": new["last_k"].at[inputs.layer].set(k[:, 0]),
-                "last_v": new["last_v"].at[inputs.layer].set(inputs.v[:, 0]),
+                "last_k": new["last_k"].at[inputs.layer].set(merge_heads(k[:, 0])),
+                "last_v": new["last_v"].at[inputs.layer].set(merge_heads(inputs.v[:, 0])),
             }
 
         return Transform(self._stages(config, attend, attend_last), new_token(buffers), cache.store)
@@ -108,8 +110,8 @@ class SharedLoop(Scheme):
 
         def attend(state: None, inputs: LayerInputs) -> tuple[Array, None]:
             q, k = rotate_qk(config, inputs, positions)
-            stored = (q, buffers["last_k"][inputs.layer], buffers["last_v"][inputs.layer])
-            far, near = hybrid_attention(stored, (q, k, inputs.v), self.window, eviction=cache.eviction)
+            last_k, last_v = (split_heads(buffers[n][inputs.layer], config.num_kv_heads) for n in ("last_k", "last_v"))
+            far, near = hybrid_attention((q, last_k, last_v), (q, k, inputs.v), self.window, eviction=cache.eviction)
             return far + near, None
 
         return Transform([Stage(range(config.num_loops), attend)], None, lambda _: cache)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import Array
 
-from hla_jax.attention.scheme import slot_of
+from hla_jax.attention.scheme import merge_heads, slot_of
 from hla_jax.config import OuroConfig
-from hla_jax.kernels.latent_decode.reference import Window
+from hla_jax.kernels.latent_decode import Window
 from hla_jax.models.ouro import LayerInputs
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def keep_prompt(
     slots = jnp.arange(window)
     last = lengths[:, None] - 1
     # The newest token of each slot; slots of prompts shorter than the window stay unfilled, whatever they hold.
-    token = jnp.maximum(last - (last - slots) % window, 0)[:, :, None, None]
-    take = lambda x, buffer: jnp.take_along_axis(x, token, axis=1).astype(buffer.dtype)
+    token = jnp.maximum(last - (last - slots) % window, 0)[:, :, None]
+    take = lambda x, buffer: jnp.take_along_axis(merge_heads(x), token, axis=1).astype(buffer.dtype)
     return buffers | {
         name: buffers[name].at[slot_of(config, inputs)].set(take(x, buffers[name]))
         for name, x in (("window_k", k), ("window_v", inputs.v))
@@ -52,12 +52,18 @@ def read(
     itself.
     """
     k, v = k[:, 0], inputs.v[:, 0]
-    if "window_k" in buffers:
-        keys, values = (buffers[name][slot_of(config, inputs)] for name in ("window_k", "window_v"))
-    else:
-        keys = values = jnp.zeros((k.shape[0], 0, *k.shape[1:]), k.dtype)
-    filled = jnp.arange(keys.shape[1]) < position[:, None]
-    return Window(q[:, 0], keys, values, filled, k, v)
+    if "window_k" not in buffers:
+        return only_itself(q[:, 0], k, v)
+    keys, values = buffers["window_k"], buffers["window_v"]
+    filled = jnp.minimum(position, keys.shape[2])
+    return Window(q[:, 0], keys, values, slot_of(config, inputs), filled, k, v)
+
+
+def only_itself(q: Float[Array, "B H dh"], k: Float[Array, "B G dh"], v: Float[Array, "B G dh"]) -> Window:
+    """A window of the current token alone."""
+    batch, heads, size = k.shape
+    ring = jnp.zeros((1, batch, 0, heads * size), k.dtype)
+    return Window(q, ring, ring, jnp.zeros((), jnp.int32), jnp.zeros(batch, jnp.int32), k, v)
 
 
 def note(config: OuroConfig, new: Buffers, inputs: LayerInputs, k: Float[Array, "B 1 G dh"]) -> Buffers:
@@ -68,6 +74,6 @@ def note(config: OuroConfig, new: Buffers, inputs: LayerInputs, k: Float[Array, 
         return new
     slot = slot_of(config, inputs)
     return new | {
-        "window_k": new["window_k"].at[slot].set(k[:, 0]),
-        "window_v": new["window_v"].at[slot].set(inputs.v[:, 0]),
+        "window_k": new["window_k"].at[slot].set(merge_heads(k[:, 0])),
+        "window_v": new["window_v"].at[slot].set(merge_heads(inputs.v[:, 0])),
     }

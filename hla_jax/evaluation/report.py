@@ -261,11 +261,13 @@ def _speed(results: Results, directory: pathlib.Path) -> list[str]:
 
 def speed_table(speeds: Sequence[Speed]) -> list[str]:
     """A Markdown table: tokens a second, and the ratio to the full cache with its quartiles."""
-    names = list(speeds[0].tokens_per_second)
+    names = list(dict.fromkeys(name for speed in speeds for name in speed.tokens_per_second))
 
     def cell(speed: Speed, name: str) -> str:
-        ratio = speed.ratio[name]
-        spread = "" if name == FULL else f" ({ratio.median:.2f}x, {ratio.low:.2f} to {ratio.high:.2f})"
+        if name not in speed.tokens_per_second:
+            return "out of memory"
+        ratio = speed.ratio.get(name)
+        spread = "" if name == FULL or not ratio else f" ({ratio.median:.2f}x, {ratio.low:.2f} to {ratio.high:.2f})"
         return f"{speed.tokens_per_second[name]:,.1f}{spread}"
 
     rows = [(f"{speed.context:,}", *(cell(speed, name) for name in names)) for speed in speeds]
@@ -279,10 +281,10 @@ def speed_table(speeds: Sequence[Speed]) -> list[str]:
 
 def speed_figure(speeds: Sequence[Speed], styles: Sequence[str] | None = None) -> Figure:
     """Speed against context length."""
-    names = list(speeds[0].tokens_per_second)
+    names = list(dict.fromkeys(name for speed in speeds for name in speed.tokens_per_second))
     return figures.lines(
         [speed.context for speed in speeds],
-        {name: [speed.tokens_per_second[name] for speed in speeds] for name in names},
+        {name: [speed.tokens_per_second.get(name, float("nan")) for speed in speeds] for name in names},
         "context (tokens)",
         "decoding (tokens/s)",
         log_x=True,

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Key
 
 
+# Layers are stacked. By default XLA's GPU backend copies a layer's MLP weights out of the stack before it multiplies by
+# them, three times the bytes; products by cuBLAS read them where they lie. Other platforms ignore both.
+_READ_WEIGHTS_IN_PLACE = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": True}
+
+
 @functools.partial(jax.jit, static_argnames=("config", "capacity"))
 def prefill(
     params: ouro.Params,
@@ -65,7 +70,7 @@ def step(
     params: ouro.Params, config: OuroConfig, attention: Attention, cache: Cache, tokens: Int[Array, " B"]
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Decodes one token of every sequence through the cache. Returns the logits of the next one."""
-    transform = attention.scheme.decode(config, attention.params, cache)
+    transform = attention.scheme.decode(config, attention.params, cache, attention.implementation)
     hidden, cache = run_passes(params, config, tokens[:, None], transform)
     return ouro.logits(params, hidden[:, 0]), cache
 
@@ -108,7 +113,12 @@ def start(
     return Progress(cache, token, made + 1, jnp.isin(token, stop))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "sampling", "count"), donate_argnames="progress")
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "sampling", "count"),
+    donate_argnames="progress",
+    compiler_options=_READ_WEIGHTS_IN_PLACE,
+)
 def advance(
     params: ouro.Params,
     config: OuroConfig,

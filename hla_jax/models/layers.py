@@ -61,10 +61,17 @@ def rotate(
 
 
 def gated_mlp(
-    x: Float[Array, "B S d"], gate: Float[Array, "f d"], up: Float[Array, "f d"], down: Float[Array, "d f"]
+    x: Float[Array, "B S d"],
+    gate_up: Callable[[Float[Array, "B s d"]], tuple[Float[Array, "B s f"], Float[Array, "B s f"]]],
+    down: Float[Array, "d f"],
 ) -> Float[Array, "B S d"]:
     """SwiGLU: down(silu(gate x) * up x), in blocks of tokens so that long prompts hold no [B, S, f] array."""
-    return in_blocks(lambda block: linear(jax.nn.silu(linear(block, gate)) * linear(block, up), down), x, MLP_BLOCK)
+
+    def mlp(block: Float[Array, "B s d"]) -> Float[Array, "B s d"]:
+        gate, up = gate_up(block)
+        return linear(jax.nn.silu(gate) * up, down)
+
+    return in_blocks(mlp, x, MLP_BLOCK)
 
 
 def in_blocks(

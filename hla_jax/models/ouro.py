@@ -61,7 +61,7 @@ def run(
     """Runs all loops.
 
     Args:
-      params: the parameter tree of `weights.TABLE`.
+      params: the parameter tree of `weights.OURO`, or what `for_decoding` makes of it.
       config: sizes.
       tokens: token ids.
       stages: attention of the loops, covering 0 .. T-1 in order.
@@ -104,7 +104,7 @@ def _layer(
     attended = layers.linear(heads.reshape(*x.shape[:2], -1), p["o_proj"])
     x = x + layers.rms_norm(attended, p["input_layernorm_2"], eps)
     h = layers.rms_norm(x, p["post_attention_layernorm"], eps)
-    out = layers.gated_mlp(h, p["gate_proj"], p["up_proj"], p["down_proj"])
+    out = layers.gated_mlp(h, lambda h: gate_up(p, h), p["down_proj"])
     return x + layers.rms_norm(out, p["post_attention_layernorm_2"], eps), state
 
 
@@ -112,8 +112,34 @@ def project(
     p: Params, config: OuroConfig, h: Float[Array, "B S d"]
 ) -> tuple[Float[Array, "B S H dh"], Float[Array, "B S G dh"], Float[Array, "B S G dh"]]:
     """Queries, keys and values of one layer (`p` without the layer axis), before rotation."""
+    if "qkv_proj" in p:
+        ends = config.num_heads, config.num_heads + config.num_kv_heads
+        joint = layers.linear(h, p["qkv_proj"])
+        q, k, v = jnp.split(joint.reshape(*h.shape[:2], -1, config.head_dim), ends, axis=2)
+        return q, k, v
     split = lambda name: layers.linear(h, p[name]).reshape(*h.shape[:2], -1, config.head_dim)
     return split("q_proj"), split("k_proj"), split("v_proj")
+
+
+def gate_up(p: Params, h: Float[Array, "B S d"]) -> tuple[Float[Array, "B S f"], Float[Array, "B S f"]]:
+    """Gate, before its nonlinearity, and what it gates, in the MLP of one layer."""
+    if "gate_up_proj" in p:
+        gate, up = jnp.split(layers.linear(h, p["gate_up_proj"]), 2, axis=-1)
+        return gate, up
+    return layers.linear(h, p["gate_proj"]), layers.linear(h, p["up_proj"])
+
+
+def for_decoding(params: Params) -> Params:
+    """The same parameters with one matrix for q, k and v, and one for gate and up: a decoding step has fewer and larger
+    products.
+
+    Takes the memory of these matrices a second time until the caller drops `params`. Training, calibration and export
+    need parameters as they are stored.
+    """
+    apart = dict(params["layers"])
+    join = lambda *names: jnp.concatenate([apart.pop(name) for name in names], axis=1)
+    joined = {"qkv_proj": join("q_proj", "k_proj", "v_proj"), "gate_up_proj": join("gate_proj", "up_proj")}
+    return params | {"layers": apart | joined}
 
 
 def logits(params: Params, hidden: Float[Array, "... d"]) -> Float[Array, "... V"]:

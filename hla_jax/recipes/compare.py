@@ -25,6 +25,7 @@ from hla_jax.evaluation.comparison import Row, measure
 from hla_jax.evaluation.comparison_report import write_report
 from hla_jax.evaluation.evaluate import EvaluationConfig, task_settings
 from hla_jax.evaluation.schemes import FULL
+from hla_jax.kernels.latent_decode import api as latent_decode
 from hla_jax.model import Model, load
 from hla_jax.recipes.uptrain import Calibration
 from hla_jax.recipes.workdir import claim, kept_maps, read_maps
@@ -127,13 +128,14 @@ def run(job: Comparison, workdir: pathlib.Path, title: str, cells: str | None = 
     check(job.cells, chosen, model.config, workdir)
     # Cells can be added later, so each has its own claim.
     claim(workdir, {name: value for name, value in dataclasses.asdict(job).items() if name != "cells"})
+    attention, reason = latent_decode.choose()
     print(
         banner(
             title,
             dtype=job.dtype,
             dtype_reason="the config's choice for the frozen weights; maps and optimizers in float32",
-            attention="jnp",
-            attention_reason="every scheme on the same footing",
+            attention=attention,
+            attention_reason=reason,
         )
     )
     for cell in chosen:

@@ -17,6 +17,7 @@ from hla_jax.data.pipeline import Source
 from hla_jax.evaluation.evaluate import EvaluationConfig, evaluate
 from hla_jax.evaluation.report import write_report
 from hla_jax.generation.generate import generate
+from hla_jax.kernels.attention_match import api as attention_match
 from hla_jax.model import Model, load
 from hla_jax.recipes.workdir import claim, kept_maps
 from hla_jax.serving.export import export
@@ -76,13 +77,14 @@ def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
     model = load(job.model, job.dtype)
     job.scheme.check(model.config)
     claim(workdir, dataclasses.asdict(job))
+    attention, reason = attention_match.choose()
     print(
         banner(
             title,
             dtype=job.dtype,
             dtype_reason="the config's choice for the frozen weights; maps and optimizer in float32",
-            attention="jnp, block-wise",
-            attention_reason="no kernel is needed to fit maps",
+            attention=attention,
+            attention_reason=reason,
         )
     )
     initial = initial_maps(job, model, workdir / "initial")

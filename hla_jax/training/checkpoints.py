@@ -149,24 +149,26 @@ class Checkpoints:
             raise CheckpointError(f"{self.directory}: all checkpoints (steps {steps}) are damaged")
         return None
 
-    def restore_best(self, like: TrainingState) -> TrainingState:
-        """The checkpoint with the smallest `best_metric`, or the newest where none was scored.
+    def restore_best(self, like: TrainingState) -> tuple[TrainingState, float]:
+        """The checkpoint with the smallest `best_metric`, and that; the newest and infinity where none was scored.
 
         Raises:
           CheckpointError: it is damaged or does not fit `like`, or there is none.
         """
         self.wait()
-        scored = [one for one in self._checkpointer.checkpoints if one.metrics and self._best_metric in one.metrics]
-        step = (
-            min(scored, key=lambda one: one.metrics[self._best_metric]).step if scored else max(self.steps, default=0)
-        )
+        reached = {
+            one.step: one.metrics[self._best_metric]
+            for one in self._checkpointer.checkpoints
+            if one.metrics and self._best_metric in one.metrics
+        }
+        step = min(reached, key=reached.__getitem__) if reached else max(self.steps, default=0)
         try:
             metadata = self._checkpointer.checkpointables_metadata(step)
             saved, checksums = dict(metadata.metadata["state"]), metadata.custom_metadata["checksums"]
         except Exception as error:
             raise CheckpointError(f"{self.directory / str(step)}: cannot be read: {error}") from error
         self._check(step, saved, like)
-        return self._read(step, like, checksums)
+        return self._read(step, like, checksums), reached.get(step, float("inf"))
 
     def _check(self, step: int, saved: Mapping[str, Any], like: PyTree) -> None:
         expected = {name: _as_array(leaf) for name, leaf in _named_leaves(like).items()}

@@ -123,10 +123,10 @@ def train(
         lambda state: evaluate(state.params),
     )
     checkpoints = Checkpoints(workdir / "checkpoints", config.loop.keep, config.loop.best_metric)
-    best = checkpoints.restore_best(state).params
+    best, reached = checkpoints.restore_best(state)
     checkpoints.close()
-    candidates = [attention.params, best]
-    return Attention(scheme, min(candidates, key=lambda maps: evaluate(maps)[HELD_OUT]))
+    started = evaluate(attention.params)[HELD_OUT]
+    return Attention(scheme, best.params if reached <= started else attention.params)
 
 
 def make_loss(scheme: Scheme, config: OuroConfig, output_weight: float) -> Loss:

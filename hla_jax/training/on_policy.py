@@ -8,11 +8,9 @@ sampling, and no continuation is left out for being wrong.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -73,7 +71,6 @@ def refine(
     return train(model, attention, tokenizer, config.distill, workdir, prepare)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "prompt", "sampling"))
 def roll_out(
     params: ouro.Params,
     config: OuroConfig,

@@ -28,7 +28,7 @@ from hla_jax.data.packing import BatchConfig
 from hla_jax.data.pipeline import Source
 from hla_jax.data.positions import ShiftConfig
 from hla_jax.kernels.attention_match import Fitted, Fixed
-from hla_jax.kernels.attention_match.blockwise import attention_match
+from hla_jax.kernels.attention_match.api import attention_match
 from hla_jax.model import Model
 from hla_jax.models import ouro
 from hla_jax.models.layers import accumulation_dtype

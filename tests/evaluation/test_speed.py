@@ -1,9 +1,10 @@
 """Speed and bytes: every scheme is timed from the context that was asked for, and bytes are those of the cache."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from hla_jax.evaluation import speed
+from hla_jax.evaluation import report, speed
 from hla_jax.evaluation.memory import cache_memory
 from hla_jax.evaluation.schemes import FULL, HLA_INITIAL, HLA_UPTRAINED, REUSE, SHARED, distinct, side_by_side
 from hla_jax.generation import decode
@@ -27,11 +28,11 @@ def test_ratios_are_taken_within_a_round(model, schemes, monkeypatch):
     starts = []
 
     class Timer:
-        def __init__(self, model, attention, context, batch, new_tokens):
-            starts.append((context, batch, new_tokens))
+        def __init__(self, model, attention, capacity, batch, new_tokens):
+            starts.append((capacity, batch, new_tokens))
             self.times = iter([8.0, 2.0, 4.0] if len(starts) % 4 == 1 else [4.0, 2.0, 1.0])
 
-        def seconds(self):
+        def seconds(self, context):
             return next(self.times)
 
     monkeypatch.setattr(speed, "_Run", Timer)
@@ -42,7 +43,7 @@ def test_ratios_are_taken_within_a_round(model, schemes, monkeypatch):
     assert first.tokens_per_second[SHARED] == 3 * 8 / 2.0
     assert first.ratio[FULL] == speed.Ratio(1.0, 1.0, 1.0)
     assert first.ratio[SHARED] == speed.Ratio(2.0, 1.5, 3.0)
-    assert starts == [(16, 3, 8)] * 4 + [(32, 3, 8)] * 4
+    assert starts == [(24, 3, 8)] * 4 + [(40, 3, 8)] * 4
 
 
 @pytest.mark.usefixtures("quick_compile")
@@ -57,6 +58,41 @@ def test_every_run_starts_at_the_same_context(model, schemes, monkeypatch):
     (found,) = speed.decode_speed(model, {FULL: schemes[FULL]}, [20], batch=2, new_tokens=3, rounds=2)
     assert seen == [([20, 20], 23)] * 3
     assert found.tokens_per_second[FULL] > 0
+
+
+def test_what_does_not_fit_is_left_out(model, schemes, monkeypatch):
+    class Full:
+        def __init__(self, model, attention, capacity, batch, new_tokens):
+            if batch * (capacity - new_tokens) > 64:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+        def seconds(self, context):
+            return 2.0
+
+    monkeypatch.setattr(speed, "_Run", Full)
+    found = speed.throughput(model, schemes[FULL], 16, largest=11, new_tokens=4)
+    assert [(one.batch, one.tokens_per_second[FULL]) for one in found] == [(1, 2.0), (2, 4.0), (4, 8.0)]
+    small, large = speed.decode_speed(model, {FULL: schemes[FULL]}, [64, 65], rounds=1)
+    assert small.tokens_per_second
+    assert not large.tokens_per_second
+    assert not large.ratio
+    assert "out of memory" in report.speed_table([small, large])[-1]
+
+
+def test_kernels_share_one_cache_of_whole_pages(model, schemes, monkeypatch):
+    made = []
+
+    class Counted:
+        def __init__(self, model, attention, capacity, batch, new_tokens):
+            made.append(capacity)
+
+        def seconds(self, context):
+            return float(context)
+
+    monkeypatch.setattr(speed, "_Run", Counted)
+    found = speed.decode_speed(model, {FULL: schemes[FULL]}, [8, 32, 16], new_tokens=1, rounds=1, kernels=True)
+    assert made == [512]
+    assert [one.tokens_per_second[FULL] for one in found] == [1 / 8, 1 / 32, 1 / 16]
 
 
 def test_bytes_are_those_of_the_allocated_cache(model, schemes):

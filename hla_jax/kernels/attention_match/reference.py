@@ -72,6 +72,13 @@ def attention_match(
         "bhqk,bkr,hre->bqhe", jnp.where(far, a_hat, 0), fitted.v, fitted.read, preferred_element_type=wide
     )
     out_hat = from_latent + values(jnp.where(far, 0, a_hat))
-    project = lambda o: jnp.einsum("bqi,di->bqd", o.reshape(batch, queries, -1), fixed.o_proj.astype(wide))
-    error = jnp.sum(jnp.square(project(out_hat - out)), -1) / (jnp.sum(jnp.square(project(out)), -1) + 1e-12)
+    error = relative_error(out_hat, out, fixed.o_proj)
     return Match(jnp.sum(jnp.mean(kl, axis=1) * counted), jnp.sum(error * counted))
+
+
+def relative_error(
+    out_hat: Float[Array, "B Q H dh"], out: Float[Array, "B Q H dh"], o_proj: Float[Array, "d Hdh"]
+) -> Float[Array, "B Q"]:
+    """|P (o_hat - o)|^2 / |P o|^2 of each query."""
+    project = lambda o: jnp.einsum("bqi,di->bqd", o.reshape(*o.shape[:2], -1), o_proj.astype(o.dtype))
+    return jnp.sum(jnp.square(project(out_hat - out)), -1) / (jnp.sum(jnp.square(project(out)), -1) + 1e-12)

@@ -1,84 +1,74 @@
-"""One decode step of attention over stored tokens and an exact window, in plain jnp: the reference of every kernel.
-
-Shapes: B sequences, C capacity, N latent heads (1 for HLA, G for a cache of keys and values), H query heads, rk and rv
-sizes of a stored key and value, W window, G key-value heads, dh head size.
-"""
+"""`latent_decode` in plain jnp: what every kernel is compared with. Shapes as in the package's docstring."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import Array
 
+from hla_jax.kernels.latent_decode import Rotation, Stored, Window
+
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
-
-
-class Window(NamedTuple):
-    """The exact part: W recent tokens (a ring, in any order), and the current token."""
-
-    q: Float[Array, "B H dh"]
-    keys: Float[Array, "B W G dh"]
-    values: Float[Array, "B W G dh"]
-    filled: Bool[Array, "B W"]
-    k: Float[Array, "B G dh"]
-    v: Float[Array, "B G dh"]
-
-
-@overload
-def latent_decode(
-    q: Array,
-    keys: Array,
-    values: Array,
-    lengths: Array,
-    scale: float,
-    window: Window,
-    visible: Array | None = None,
-) -> tuple[Array, Array, Array]: ...
-
-
-@overload
-def latent_decode(
-    q: Array,
-    keys: Array,
-    values: Array,
-    lengths: Array,
-    scale: float,
-    window: None = None,
-    visible: Array | None = None,
-) -> tuple[Array, None, Array]: ...
+    from jaxtyping import Float
 
 
 def latent_decode(
     q: Float[Array, "B H rk"],
-    keys: Float[Array, "B C N rk"],
-    values: Float[Array, "B C N rv"],
-    lengths: Int[Array, " B"],
+    stored: Stored,
     scale: float,
     window: Window | None = None,
-    visible: Bool[Array, "B C"] | None = None,
+    rotation: Rotation | None = None,
 ) -> tuple[Float[Array, "B H rv"], Float[Array, "B H dh"] | None, Float[Array, "B H"]]:
-    """Attends to the first `lengths` stored tokens of each sequence and to the window, with one softmax over both (HLA,
-    Eq. 4). With `visible`, to those among the stored tokens that it marks.
-
-    Returns:
-      The attention-weighted sum of stored values, that of the window's values (None without a window), and the
-      log-sum-exp of all scores, in float32.
-    """
-    stored = _scores(q, keys) * scale
-    read = jnp.arange(keys.shape[1]) < lengths[:, None]
-    read = read if visible is None else read & visible
-    stored = jnp.where(read[:, None], stored, -jnp.inf)
+    """See `api.latent_decode`."""
+    if rotation is not None:
+        q = rotate(q, rotation)
+    keys, values = (_of_sequences(buffer, stored, q.shape[-1], stored.keys.shape[-1]) for buffer in stored[:2])
+    tokens = keys.shape[1]
+    read = jnp.arange(tokens) < stored.lengths[:, None]
+    read = read if stored.visible is None else read & stored.visible
+    scores = jnp.where(read[:, None], _scores(q, keys) * scale, -jnp.inf)
+    # Weights of zero do not silence what is no number.
+    values = jnp.where(read[:, :, None, None], values, 0)
     if window is None:
-        weights, lse = _softmax(stored)
+        weights, lse = _softmax(scores)
         return _weighted(weights, values), None, lse
-    recent = jnp.where(window.filled[:, None], _scores(window.q, window.keys) * scale, -jnp.inf)
+    heads = window.k.shape[1]
+    near_k, near_v = (_heads(buffer[window.slot], heads) for buffer in (window.keys, window.values))
+    filled = jnp.arange(near_k.shape[1]) < window.filled[:, None]
+    recent = jnp.where(filled[:, None], _scores(window.q, near_k) * scale, -jnp.inf)
     current = _scores(window.q, window.k[:, None]) * scale
-    weights, lse = _softmax(jnp.concatenate([stored, recent, current], axis=-1))
-    far, near, self_weight = jnp.split(weights, [keys.shape[1], weights.shape[-1] - 1], axis=-1)
-    exact = _weighted(near, window.values) + _weighted(self_weight, window.v[:, None])
+    weights, lse = _softmax(jnp.concatenate([scores, recent, current], axis=-1))
+    far, near, self_weight = jnp.split(weights, [tokens, weights.shape[-1] - 1], axis=-1)
+    near_v = jnp.where(filled[:, :, None, None], near_v, 0)
+    exact = _weighted(near, near_v) + _weighted(self_weight, window.v[:, None])
     return _weighted(far, values), exact, lse
+
+
+def rotate(q: Float[Array, "B H rk"], rotation: Rotation) -> Float[Array, "B H rk"]:
+    """Turns latent queries."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    blocks = (-1, 2 * rotation.half)
+    first, second = jnp.split(q.astype(wide).reshape(*q.shape[:2], *blocks), 2, axis=-1)
+    cos, sin = (x.reshape(x.shape[0], 1, -1, rotation.half).astype(wide) for x in rotation[:2])
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.reshape(q.shape).astype(q.dtype)
+
+
+def _of_sequences(buffer: Array, stored: Stored, rank_k: int, width_k: int) -> Float[Array, "B C N r"]:
+    """Each sequence's tokens of the slot, in order."""
+    pages = buffer[stored.slot]
+    if stored.tables is not None:
+        # Ids beyond the length may be anything.
+        used = stored.tables.shape[1] * pages.shape[1]
+        first = jnp.arange(0, used, pages.shape[1])
+        tables = jnp.where(first < stored.lengths[:, None], stored.tables, 0)
+        pages = pages[tables].reshape(tables.shape[0], used, -1)
+    return _heads(pages, width_k // rank_k)
+
+
+def _heads(x: Float[Array, "B C Nr"], heads: int) -> Float[Array, "B C N r"]:
+    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads)
 
 
 def _scores(q: Float[Array, "B H r"], keys: Float[Array, "B C N r"]) -> Float[Array, "B H C"]:
