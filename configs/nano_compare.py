@@ -36,7 +36,7 @@ def distillation(steps: int, learning_rate: float, min_tokens: int) -> DistillCo
         sources=SOURCES,
         batches=BatchConfig(batch_size=4, length=256, min_tokens=min_tokens, pack=False),
         optimizer=OptimizerConfig(learning_rate, total_steps=steps, warmup_steps=steps // 10),
-        loop=LoopConfig(steps, log_every=10, evaluate_every=20, save_every=20, best_metric="held_out/kl"),
+        loop=LoopConfig(steps, log_every=10, evaluate_every=steps, save_every=20, best_metric="held_out/kl"),
         held_out_batches=2,
     )
 

@@ -97,7 +97,7 @@ def read_past(
     """A new token reads the latents of the past, and its own (`own`), or its own keys and values exactly (None)."""
     scale, position = config.head_dim**-0.5, cache.lengths[:, None]
     query = _query(scheme, config, maps, inputs, position)
-    stored = cache.stored("latent_k", "latent_v", inputs.layer)
+    stored = cache.stored("latent_k", "latent_v")._replace(slot=inputs.layer)
     past, _, lse = latent_decode(query.latent[:, 0], stored, scale, implementation=implementation)
 
     def weight(score: Float[Array, "B H"]) -> Float[Array, "B H 1"]:

@@ -20,23 +20,30 @@ from hla_jax.attention.scheme import (
     Transform,
     merge_heads,
     new_token,
+    once,
     put_tokens,
     slot_of,
 )
 from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode import Stored
 from hla_jax.kernels.latent_decode.api import latent_decode
-from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, rotate
+from hla_jax.models.layers import Angles, accumulation_dtype, angles, inverse_frequencies, turn
 from hla_jax.models.ouro import LayerInputs, Stage
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 
-def rotate_qk(config: OuroConfig, inputs: LayerInputs, positions: Int[Array, "B S"]) -> tuple[Array, Array]:
-    """Rotated queries and keys of one layer."""
-    frequencies = inverse_frequencies(config.head_dim, config.rope_theta, accumulation_dtype(inputs.q.dtype))
-    return rotate(inputs.q, positions, frequencies), rotate(inputs.k, positions, frequencies)
+def rotate_qk(config: OuroConfig, inputs: LayerInputs, at: Int[Array, "B S"] | Angles) -> tuple[Array, Array]:
+    """Rotated queries and keys of one layer, from the tokens' positions, or from their angles where these are known."""
+    by = at if isinstance(at, Angles) else head_angles(config, at, inputs.q.dtype)
+    return turn(inputs.q, by), turn(inputs.k, by)
+
+
+def head_angles(config: OuroConfig, positions: Int[Array, "B S"], dtype: jnp.dtype) -> Angles:
+    """Angles of queries and keys."""
+    wide = accumulation_dtype(dtype)
+    return angles(positions, inverse_frequencies(config.head_dim, config.rope_theta, wide), wide)
 
 
 def exact_stages(
@@ -96,10 +103,13 @@ class FullCache(Scheme):
         )
 
     def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
+        dtype = cache.buffers["k"].dtype
+        at, past = once(head_angles(config, cache.lengths[:, None], dtype)), cache.stored("k", "v")
+
         def attend(new: dict[str, Array], inputs: LayerInputs) -> tuple[Array, dict[str, Array]]:
-            q, k = rotate_qk(config, inputs, cache.lengths[:, None])
+            q, k = rotate_qk(config, inputs, at)
             slot = slot_of(config, inputs)
-            out = decode_exact(q, k, inputs.v, cache.stored("k", "v", slot), implementation)
+            out = decode_exact(q, k, inputs.v, past._replace(slot=slot), implementation)
             return out, {
                 "k": new["k"].at[slot].set(merge_heads(k[:, 0])),
                 "v": new["v"].at[slot].set(merge_heads(inputs.v[:, 0])),

@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 
 from hla_jax.attention import window
-from hla_jax.attention.full import rotate_qk
+from hla_jax.attention.full import head_angles, rotate_qk
 from hla_jax.attention.parallel import exact_attention, hybrid_attention
 from hla_jax.attention.scheme import (
     Cache,
@@ -30,7 +30,9 @@ from hla_jax.attention.scheme import (
     Shape,
     Transform,
     new_token,
+    once,
     put_tokens,
+    slot_of,
 )
 from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode import Rotation, Stored
@@ -177,36 +179,43 @@ class HLA(Scheme):
         """
         buffers, position = cache.buffers, cache.lengths
         dtype = buffers["latent_k"].dtype
+        main = cache.stored("latent_k", "latent_v", self.window)
+        first = cache.stored("latent_k1", "latent_v1", self.window)
+        filled, angles = window.filled(cache), once(head_angles(config, position[:, None], dtype))
         rotation = _rotation(config, self.rank_k, self.pair_frequency, position, dtype)
         rotation_first = _rotation(config, self.rank_loop1, self.pair_frequency_loop1, position, dtype)
 
         def attend_first(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             query = _query(inputs.q, maps["read_q1"][inputs.layer])
-            stored = cache.stored("latent_k1", "latent_v1", inputs.layer, self.window)
-            return attend(new, inputs, query, stored, rotation_first, maps["read_o1"][inputs.layer])
+            return attend(new, inputs, query, first, rotation_first, maps["read_o1"][inputs.layer])
 
         def attend_rest(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             at = inputs.layer, inputs.loop - 1
             query = _query(inputs.q, maps["read_q"][at])
-            stored = cache.stored("latent_k", "latent_v", inputs.layer, self.window)
-            return attend(new, inputs, query, stored, rotation, maps["read_o"][at])
+            return attend(new, inputs, query, main, rotation, maps["read_o"][at])
 
         def attend(
             new: Buffers, inputs: LayerInputs, query: Array, stored: Stored, rotation: Rotation, read: Array
         ) -> tuple[Array, Buffers]:
-            q, k = rotate_qk(config, inputs, position[:, None])
-            recent = window.read(config, buffers, inputs, q, k, position)
+            q, k = rotate_qk(config, inputs, angles)
+            recent = window.read(config, buffers, inputs, q, k, filled)
             latent, exact, _ = latent_decode(
-                query[:, 0], stored, config.head_dim**-0.5, recent, rotation, implementation=implementation
+                query[:, 0],
+                stored._replace(slot=inputs.layer),
+                config.head_dim**-0.5,
+                recent,
+                rotation,
+                implementation=implementation,
             )
-            new = new | {"h": new["h"].at[inputs.loop, inputs.layer].set(inputs.h[:, 0])}
+            new = new | {"h": new["h"].at[slot_of(config, inputs)].set(inputs.h[:, 0])}
             return output(latent[:, None], read) + exact[:, None], window.note(config, new, inputs, k)
 
         def finish(new: Buffers) -> Cache:
-            return cache.store(new | self.write_token(config, maps, new.pop("h"), position))
+            h = new.pop("h").reshape(config.num_loops, config.num_layers, *position.shape, config.hidden_size)
+            return cache.store(new | self.write_token(config, maps, h, position))
 
         rings = new_token({name: buffer for name, buffer in buffers.items() if name.startswith("window")})
-        shape = config.num_loops, config.num_layers, position.shape[0], config.hidden_size
+        shape = config.num_loops * config.num_layers, position.shape[0], config.hidden_size
         noted = rings | {"h": jnp.zeros(shape, dtype)}
         return Transform(_stages(config, attend_first, attend_rest), noted, finish)
 
@@ -255,8 +264,8 @@ class HLA(Scheme):
     ) -> dict[str, Float[Array, "L B r"]]:
         """All latents of one token from the states of all loops, summed over the loops in float32, keys rotated."""
         wide = accumulation_dtype(h.dtype)
-        first = lambda name: jnp.einsum("lbd,lrd->lbr", h[0], maps[name], preferred_element_type=wide)
-        main = lambda name: jnp.einsum("tlbd,ltrd->ltbr", h[1:], maps[name], preferred_element_type=wide).sum(1)
+        first = lambda name: jnp.einsum("lbd,lrd->lbr", h[0], maps[name])
+        main = lambda name: jnp.einsum("tlbd,ltrd->ltbr", h[1:], maps[name]).astype(wide).sum(1)
 
         def turn(rotate: Callable, keys: Float[Array, "L B r"]) -> Float[Array, "L B r"]:
             return jax.vmap(lambda x: rotate(config, x[:, None, None], position[:, None])[:, 0, 0])(keys)
@@ -328,7 +337,8 @@ def _rotation(
     frequencies = inverse_frequencies(config.head_dim, config.rope_theta, accumulation_dtype(dtype))
     of_pair = np.arange(rank // 2) % half if pair_frequency is None else np.asarray(pair_frequency)
     angles = positions[:, None] * frequencies[of_pair]
-    return Rotation(jnp.cos(angles), jnp.sin(angles), half)
+    cos, sin = once((jnp.cos(angles), jnp.sin(angles)))
+    return Rotation(cos, sin, half)
 
 
 def _stages(config: OuroConfig, first, rest) -> list[Stage]:

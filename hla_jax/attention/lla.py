@@ -224,7 +224,7 @@ class LLA(Codec):
                     "k": new["k"].at[slot].set(merge_heads(k[:, 0])),
                     "v": new["v"].at[slot].set(merge_heads(inputs.v[:, 0])),
                 }
-            return decode_exact(q, k, inputs.v, cache.stored("k", "v", slot), implementation), new
+            return decode_exact(q, k, inputs.v, cache.stored("k", "v")._replace(slot=slot), implementation), new
 
         def finish(new: Buffers) -> Cache | Transform:
             if self.rank_rope is not None:

@@ -73,10 +73,11 @@ class Cache:
         beyond = self.positions(capacity) < self.lengths[:, None] - window
         return jnp.minimum(self.lengths, capacity), beyond if window else None
 
-    def stored(self, keys: str, values: str, slot: Int[Array, ""], window: int = 0) -> Stored:
-        """What a new token reads beyond its window, of one slot of two buffers."""
+    def stored(self, keys: str, values: str, window: int = 0) -> Stored:
+        """What a new token reads beyond its window, of the first slot of two buffers; a layer puts its own slot in."""
         lengths, visible = self.past(self.buffers[keys].shape[2], window)
-        return Stored(self.buffers[keys], self.buffers[values], slot, lengths, visible=visible)
+        slot = jnp.zeros((), jnp.int32)
+        return Stored(self.buffers[keys], self.buffers[values], slot, once(lengths), visible=visible)
 
     def store(self, new: dict[str, Array]) -> Cache:
         """The cache with one more token a sequence: what `new_token` was filled with. A window is a ring of its own.
@@ -273,6 +274,13 @@ def new_token(buffers: dict[str, Array]) -> dict[str, Array]:
         return jnp.zeros(buffer.shape[:2] + buffer.shape[3:], dtype)
 
     return {name: zeros(buffer) for name, buffer in buffers.items()}
+
+
+def once(x: Any) -> Any:
+    """`x`, computed before the loops and layers that read it: XLA would move what is cheap into every layer, and a GPU
+    launch it each time.
+    """
+    return jax.lax.optimization_barrier(x)
 
 
 def merge_heads(x: Float[Array, "... N r"]) -> Float[Array, "... Nr"]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hla_jax.attention import window
-from hla_jax.attention.full import rotate_qk
+from hla_jax.attention.full import head_angles, rotate_qk
 from hla_jax.attention.parallel import exact_attention, hybrid_attention
 from hla_jax.attention.scheme import (
     Cache,
@@ -22,6 +22,7 @@ from hla_jax.attention.scheme import (
     Transform,
     merge_heads,
     new_token,
+    once,
     put_tokens,
     split_heads,
 )
@@ -83,20 +84,22 @@ class SharedLoop(Scheme):
 
     def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
         buffers, position = cache.buffers, cache.lengths
+        at = once(head_angles(config, position[:, None], buffers["last_k"].dtype))
+        past, filled = cache.stored("last_k", "last_v", self.window), window.filled(cache)
 
         def attend(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
-            q, k = rotate_qk(config, inputs, position[:, None])
+            q, k = rotate_qk(config, inputs, at)
             far, near, _ = latent_decode(
                 q[:, 0],
-                cache.stored("last_k", "last_v", inputs.layer, self.window),
+                past._replace(slot=inputs.layer),
                 config.head_dim**-0.5,
-                window.read(config, buffers, inputs, q, k, position),
+                window.read(config, buffers, inputs, q, k, filled),
                 implementation=implementation,
             )
             return (far + near)[:, None], window.note(config, new, inputs, k)
 
         def attend_last(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
-            _, k = rotate_qk(config, inputs, position[:, None])
+            _, k = rotate_qk(config, inputs, at)
             out, new = attend(new, inputs)
             return out, new | {
                 "last_k": new["last_k"].at[inputs.layer].set(merge_heads(k[:, 0])),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import Array
 
-from hla_jax.attention.scheme import merge_heads, slot_of
+from hla_jax.attention.scheme import Cache, merge_heads, once, slot_of
 from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode import Window
 from hla_jax.models.ouro import LayerInputs
@@ -46,17 +46,22 @@ def read(
     inputs: LayerInputs,
     q: Float[Array, "B 1 H dh"],
     k: Float[Array, "B 1 G dh"],
-    position: Int[Array, " B"],
+    filled: Int[Array, " B"],
 ) -> Window:
-    """What a token at `position` sees exactly in one layer and loop: the ring, empty for schemes without a window, and
-    itself.
+    """What a token sees exactly in one layer and loop: the ring's `filled` tokens (none for schemes without a window),
+    and itself.
     """
     k, v = k[:, 0], inputs.v[:, 0]
     if "window_k" not in buffers:
         return only_itself(q[:, 0], k, v)
     keys, values = buffers["window_k"], buffers["window_v"]
-    filled = jnp.minimum(position, keys.shape[2])
     return Window(q[:, 0], keys, values, slot_of(config, inputs), filled, k, v)
+
+
+def filled(cache: Cache) -> Int[Array, " B"]:
+    """How many tokens the ring of each sequence has."""
+    slots = cache.buffers["window_k"].shape[2] if "window_k" in cache.buffers else 0
+    return once(jnp.minimum(cache.lengths, slots))
 
 
 def only_itself(q: Float[Array, "B H dh"], k: Float[Array, "B G dh"], v: Float[Array, "B G dh"]) -> Window:

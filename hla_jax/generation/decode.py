@@ -72,7 +72,13 @@ def step(
     """Decodes one token of every sequence through the cache. Returns the logits of the next one."""
     transform = attention.scheme.decode(config, attention.params, cache, attention.implementation)
     hidden, cache = run_passes(params, config, tokens[:, None], transform)
-    return ouro.logits(params, hidden[:, 0]), cache
+    return jax.lax.platform_dependent(params, hidden[:, 0], cuda=_logits_beside_zeros, default=ouro.logits), cache
+
+
+def _logits_beside_zeros(params: ouro.Params, hidden: Float[Array, "B d"]) -> Float[Array, "B V"]:
+    """cuBLAS multiplies a single row of 16-bit numbers by the head only after all of the head is in float32."""
+    rows = jnp.pad(hidden, ((0, max(0, 8 - hidden.shape[0])), (0, 0)))
+    return ouro.logits(params, rows)[: hidden.shape[0]]
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")

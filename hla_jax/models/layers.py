@@ -6,7 +6,7 @@ Weights keep the Hugging Face layout [out, in]. Shapes: B batch, S tokens, d hid
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,11 +53,29 @@ def rotate(
       positions: of each token.
       frequencies: one per pair; a leading axis gives every head (every block of a latent) its own.
     """
-    dtype = accumulation_dtype(x.dtype)
-    angles = positions[:, :, None, None].astype(dtype) * jnp.atleast_2d(frequencies).astype(dtype)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return turn(x, angles(positions, frequencies, accumulation_dtype(x.dtype)))
+
+
+class Angles(NamedTuple):
+    """By how much each pair of every token's heads is turned."""
+
+    cos: Float[Array, "B S #N half"]
+    sin: Float[Array, "B S #N half"]
+
+
+def angles(
+    positions: Int[Array, "B S"], frequencies: Float[Array, "#N half"] | Float[Array, " half"], dtype: jnp.dtype
+) -> Angles:
+    """Angles of a rotary embedding, see `rotate`."""
+    turns = positions[:, :, None, None].astype(dtype) * jnp.atleast_2d(frequencies).astype(dtype)
+    return Angles(jnp.cos(turns), jnp.sin(turns))
+
+
+def turn(x: Float[Array, "B S N dh"], by: Angles) -> Float[Array, "B S N dh"]:
+    """Half-split rotary embedding by given angles."""
+    first, second = jnp.split(x.astype(accumulation_dtype(x.dtype)), 2, axis=-1)
+    turned = [first * by.cos - second * by.sin, second * by.cos + first * by.sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 def gated_mlp(

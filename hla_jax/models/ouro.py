@@ -82,11 +82,12 @@ def run(
     for stage in stages:
 
         def one_loop(carry: Any, loop: Array, attend: Attend = stage.attend) -> tuple[Any, Array | None]:
-            def one_layer(carry: Any, indexed: Any) -> tuple[Any, None]:
-                (x, state), (p, layer) = carry, indexed
-                return layer_of(p, config, x, state, attend, loop, layer), None
+            def one_layer(carry: Any, p: Params) -> tuple[Any, None]:
+                x, state, layer = carry
+                x, state = layer_of(p, config, x, state, attend, loop, layer)
+                return (x, state, layer + 1), None
 
-            (x, state), _ = jax.lax.scan(one_layer, carry, (params["layers"], jnp.arange(config.num_layers)))
+            (x, state, _), _ = jax.lax.scan(one_layer, (*carry, jnp.zeros((), jnp.int32)), params["layers"])
             x = layers.rms_norm(x, params["norm"], config.rms_norm_eps)
             return (x, state), x if every_loop else None
 

@@ -165,7 +165,8 @@ def compile_for(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=kind)
         here = SingleDeviceSharding(device)
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
-        with jax.sharding.use_abstract_mesh(mesh):
+        # As training runs; with the tests' exact matrix products it compiles for minutes.
+        with jax.sharding.use_abstract_mesh(mesh), jax.default_matmul_precision("default"):
             return jax.jit(function).trace(*placed).lower(lowering_platforms=("tpu",)).compile()
 
     return compiled
@@ -195,8 +196,8 @@ def test_the_kernels_compile(generation: str, compile_for: Callable[..., Any]) -
 
 @needs_libtpu
 def test_memory_on_a_tpu_is_linear_in_the_tokens(compile_for: Callable[..., Any]) -> None:
-    """Loss and gradient of a layer: no array of queries x tokens, and four times both take about four times the memory,
-    not sixteen. It is a little more than four, as XLA keeps small arrays in vector memory, which it does not count.
+    """Loss and gradient of a layer: no array of queries x tokens. The second shape has four times the scores of the
+    first, and the memory is about the same.
     """
 
     def compiled(tokens: int, queries: int) -> Any:
@@ -208,9 +209,9 @@ def test_memory_on_a_tpu_is_linear_in_the_tokens(compile_for: Callable[..., Any]
         return compile_for("v5e", jax.value_and_grad(loss, has_aux=True), fitted, fixed, index, counted)
 
     temporary = lambda found: found.memory_analysis().temp_size_in_bytes
-    short, square, long = compiled(2048, 2048), compiled(8192, 8192), compiled(16384, 1024)
-    assert temporary(square) < 6 * temporary(short)
-    assert temporary(long) < 4 * H * 16384 * 1024 / 4
+    short, long = compiled(2048, 2048), compiled(16384, 1024)
+    assert temporary(short) < 4 * H * 2048 * 2048
+    assert temporary(long) < 2 * temporary(short)
     shapes = [dims.split(",") for dims in re.findall(r"\w\[([\d,]+)\]", long.as_text())]
     assert ["1", "16384", "512"] in shapes
     assert not [dims for dims in shapes if {"16384", "1024"} <= set(dims)]
