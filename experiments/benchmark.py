@@ -32,6 +32,7 @@ from hla_jax.banner import banner
 from hla_jax.calibration.random import random_maps
 from hla_jax.config import OuroConfig
 from hla_jax.evaluation import cost, report, speed
+from hla_jax.evaluation.markdown import table
 from hla_jax.evaluation.memory import cache_memory
 from hla_jax.evaluation.schemes import FULL
 from hla_jax.kernels.latent_decode import api
@@ -233,7 +234,7 @@ def latency_table(
         "In brackets: speed over the full cache's in the same round (of the layers that ran), and the bytes a step",
         f"must read over what a copy moves in that time ({bandwidth / 1e9:,.1f} GB/s).",
         "",
-        *report.table(["context", *names], [(f"{o.context:,}", *(cell(o, n) for n in names)) for o in speeds]),
+        *table(["context", *names], [(f"{o.context:,}", *(cell(o, n) for n in names)) for o in speeds]),
     ]
 
 
@@ -242,7 +243,7 @@ def capacity_table(found: dict[str, dict[int, int]], contexts: list[int], memory
     return [
         f"Sequences that fit into {memory / 2**30:.0f} GiB beside the whole model and its maps.",
         "",
-        *report.table(["context", *found], [(f"{c:,}", *(f"{found[n][c]:,}" for n in found)) for c in contexts]),
+        *table(["context", *found], [(f"{c:,}", *(f"{found[n][c]:,}" for n in found)) for c in contexts]),
     ]
 
 
@@ -259,7 +260,7 @@ def throughput_table(grown: dict[str, dict[int, list[speed.Speed]]]) -> list[str
     return [
         "Highest throughput in tokens/s as the batch grows until memory is full.",
         "",
-        *report.table(["context", *grown], [(f"{c:,}", *(cell(grown[n][c]) for n in grown)) for c in contexts]),
+        *table(["context", *grown], [(f"{c:,}", *(cell(grown[n][c]) for n in grown)) for c in contexts]),
     ]
 
 

@@ -29,3 +29,14 @@ def triton_call(*args: Array, kernel: Any, out_type: Sequence[ShapeDtypeStruct],
         # The rule for unused outputs in 0.4.1 takes two arguments, and jax 0.12 gives three; jax's own rule does.
         library.pe.dce_rules.pop(library.triton_kernel_call_p, None)
     return jax_triton.triton_call(*args, kernel=kernel, grid=grid, **{outputs: out_type}, **static)
+
+
+def pretend_compute_capability(capability: int) -> None:
+    """Lets Triton kernels be compiled for a GPU that is not there; 90 is an H100 or H200.
+
+    Raises:
+      ImportError: jax has no GPU support.
+    """
+    from jaxlib import gpu_triton
+
+    gpu_triton.get_compute_capability = lambda device: capability

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from hla_jax import tensor_files
 from hla_jax.analysis import figures
 from hla_jax.evaluation.estimates import Estimate, Proportion
+from hla_jax.evaluation.markdown import table
 from hla_jax.evaluation.memory import Memory
 from hla_jax.evaluation.results import Check, Results, checks
 from hla_jax.evaluation.schemes import FULL, NAMES
@@ -47,12 +48,6 @@ def write_sections(report: pathlib.Path, sections: Iterable[Sequence[str]]) -> p
     with tensor_files.new_file(report) as partial:
         partial.write_text(text, encoding="utf-8")
     return report
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table; every column but the first is aligned to the right."""
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
 
 
 def _header(results: Results) -> list[str]:

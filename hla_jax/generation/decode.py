@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Layers are stacked. By default XLA's GPU backend copies a layer's MLP weights out of the stack before it multiplies by
 # them, three times the bytes; products by cuBLAS read them where they lie. Other platforms ignore both.
-_READ_WEIGHTS_IN_PLACE = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": True}
+READ_WEIGHTS_IN_PLACE = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dynamic_slice_fusion": True}
 
 
 @functools.partial(jax.jit, static_argnames=("config", "capacity"))
@@ -123,7 +123,7 @@ def start(
     jax.jit,
     static_argnames=("config", "sampling", "count"),
     donate_argnames="progress",
-    compiler_options=_READ_WEIGHTS_IN_PLACE,
+    compiler_options=READ_WEIGHTS_IN_PLACE,
 )
 def advance(
     params: ouro.Params,
