@@ -130,7 +130,7 @@ def main(argv: list[str]) -> None:
                     model,
                     one,
                     context,
-                    cost.capacity(model.config, one.scheme, context, memory, dtype),
+                    speed.doubling(cost.capacity(model.config, one.scheme, context, memory, dtype)),
                     kernels=kernels,
                 )
                 for context in map(int, _THROUGHPUT.value)

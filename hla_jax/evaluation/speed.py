@@ -99,17 +99,16 @@ def throughput(
     model: Model,
     attention: Attention,
     context: int,
-    largest: int,
+    batches: Sequence[int],
     *,
     new_tokens: int = 16,
     rounds: int = 3,
     kernels: bool = False,
 ) -> list[Speed]:
-    """Speed of one scheme at one context length with 1, 2, 4, ... sequences, and at last `largest`, as long as memory
-    holds them.
+    """Speed of one scheme, as `FULL`, at one context length with more and more sequences, as long as memory holds
+    them.
     """
     settings: dict[str, Any] = dict(new_tokens=new_tokens, rounds=rounds, kernels=kernels)
-    batches = [1 << power for power in range(largest.bit_length()) if 1 << power < largest] + [largest] * (largest > 0)
     found: list[Speed] = []
     for batch in batches:
         (speed,) = decode_speed(model, {FULL: attention}, [context], batch=batch, **settings)
@@ -117,6 +116,11 @@ def throughput(
             break
         found.append(speed)
     return found
+
+
+def doubling(largest: int) -> list[int]:
+    """1, 2, 4, ... and `largest`."""
+    return [1 << power for power in range(largest.bit_length()) if 1 << power < largest] + [largest] * (largest > 0)
 
 
 def median_seconds(call: Callable[[], Any], rounds: int) -> float:

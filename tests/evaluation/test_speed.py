@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_left_out(model, schemes, monkeypatch):
             return 2.0
 
     monkeypatch.setattr(speed, "_Run", Full)
-    found = speed.throughput(model, schemes[FULL], 16, largest=11, new_tokens=4)
+    found = speed.throughput(model, schemes[FULL], 16, speed.doubling(11), new_tokens=4)
     assert [(one.batch, one.tokens_per_second[FULL]) for one in found] == [(1, 2.0), (2, 4.0), (4, 8.0)]
     small, large = speed.decode_speed(model, {FULL: schemes[FULL]}, [64, 65], rounds=1)
     assert small.tokens_per_second
