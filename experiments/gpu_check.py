@@ -5,8 +5,9 @@
 Checks every GPU kernel against the reference, and times kernels, whole Ouro-1.4B decoding steps with random weights,
 and throughput at full memory, against the aims below. Each part is a process of its own, so that none falls with
 another; what they found is in OUT/gpu_check.json and, as tables, in OUT/gpu_check.md. Needs jax with its GPU plugin,
-flax, optax, orbax-checkpoint and triton; where jax-triton is missing, a wheel of it in `--wheels`
-is unpacked under OUT (`pip download jax-triton==0.3.1 --no-deps --dest wheels` gets one). `--rehearse` runs small shapes through the reference on any machine.
+flax, optax, orbax-checkpoint, transformers and triton. Where jax-triton is missing, a wheel of it in `--wheels` is
+unpacked under OUT (`pip download jax-triton==0.3.1 --no-deps --dest wheels` gets one). `--rehearse` runs small shapes
+through the reference on any machine.
 """
 
 from __future__ import annotations

@@ -131,7 +131,8 @@ class Instruction:
     @property
     def launched(self) -> bool:
         """Whether a device runs something for it. The second half of a copy or of an asynchronous call does not."""
-        return self.operation in ("fusion", "custom-call", "copy", "copy-start", "async-start", "convolution", "dot")
+        own = ("fusion", "custom-call", "copy", "convolution", "dot")
+        return self.operation in own or self.operation.endswith("-start")
 
 
 _LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(")
