@@ -143,7 +143,9 @@ def main(argv: list[str]) -> None:
         }
         lines += ["", *throughput_table(grown)]
     if _LONG.value:
-        found["long"] = long_reading(model.config, _LONG.value, dtype, settings | {"kernels": kernels})
+        found["long"] = long_reading(
+            model.config, _LONG.value, dtype, {"batch": _BATCH.value, "new_tokens": 1, "rounds": 1, "kernels": kernels}
+        )
         lines += ["", *found["long"]["lines"]]
     if importlib.util.find_spec("torch") and _LAYERS.value:
         from experiments import benchmark_torch

@@ -24,6 +24,7 @@ from hla_jax.attention.full import head_angles, rotate_qk
 from hla_jax.attention.parallel import exact_attention, hybrid_attention
 from hla_jax.attention.scheme import (
     Cache,
+    Eviction,
     Maps,
     Scheme,
     SchemeError,
@@ -41,7 +42,7 @@ from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, linea
 from hla_jax.models.ouro import LayerInputs, Stage
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
 Buffers = dict[str, Array]
 
@@ -211,7 +212,7 @@ class HLA(Scheme):
             return output(latent[:, None], read) + exact[:, None], window.note(config, new, inputs, k)
 
         def finish(new: Buffers) -> Cache:
-            h = new.pop("h").reshape(config.num_loops, config.num_layers, *position.shape, config.hidden_size)
+            h = new["h"].reshape(config.num_loops, config.num_layers, *position.shape, config.hidden_size)
             return cache.store(new | self.write_token(config, maps, h, position))
 
         rings = new_token({name: buffer for name, buffer in buffers.items() if name.startswith("window")})
@@ -223,25 +224,42 @@ class HLA(Scheme):
         """Main latents come from the pass that filled the cache, loop-1 latents and the window from this pass (HLA,
         section 4.2).
         """
-        positions, buffers = jnp.arange(tokens)[None], cache.buffers
+        main = cache.buffers["latent_k"], cache.buffers["latent_v"]
+        stages = self.reading(config, maps, main, jnp.arange(tokens)[None], eviction=cache.eviction)
+        return Transform(stages, None, lambda _: cache)
+
+    def reading(
+        self,
+        config: OuroConfig,
+        maps: Maps,
+        main: tuple[Float[Array, "L B C rk"], Float[Array, "L B C rv"]],
+        positions: Int[Array, "#B S"],
+        segments: Int[Array, "B S"] | None = None,
+        exact: Bool[Array, "B S"] | None = None,
+        eviction: Eviction | None = None,
+    ) -> list[Stage]:
+        """One parallel pass under the decoding rule that reads `main`, the main latents of all tokens in order, their
+        key part rotated. The other arguments are those of `hybrid_attention`.
+        """
 
         def attend_first(state: None, inputs: LayerInputs) -> tuple[Array, None]:
-            stored = self.write_first(config, maps, inputs, positions)
+            # Maps may be wider than the model: in the model's dtype, latents are what a cache would hold.
+            latent_k, latent_v = (x.astype(inputs.h.dtype) for x in self.write_first(config, maps, inputs, positions))
             query = self.query_first(config, maps, inputs, positions)
-            return attend(inputs, query, *stored, maps["read_o1"][inputs.layer]), None
+            return attend(inputs, query, latent_k, latent_v, maps["read_o1"][inputs.layer]), None
 
         def attend_rest(state: None, inputs: LayerInputs) -> tuple[Array, None]:
             query = self.query_rest(config, maps, inputs, positions)
-            stored = buffers["latent_k"][inputs.layer], buffers["latent_v"][inputs.layer]
-            return attend(inputs, query, *stored, maps["read_o"][inputs.layer, inputs.loop - 1]), None
+            latent_k, latent_v = (part[inputs.layer] for part in main)
+            return attend(inputs, query, latent_k, latent_v, maps["read_o"][inputs.layer, inputs.loop - 1]), None
 
         def attend(inputs: LayerInputs, query: Array, latent_k: Array, latent_v: Array, read: Array) -> Array:
             q, k = rotate_qk(config, inputs, positions)
             stored = query, latent_k[:, :, None], latent_v[:, :, None]
-            latent, exact = hybrid_attention(stored, (q, k, inputs.v), self.window, eviction=cache.eviction)
-            return output(latent, read) + exact
+            latent, near = hybrid_attention(stored, (q, k, inputs.v), self.window, segments, eviction, exact)
+            return output(latent, read) + near
 
-        return Transform(_stages(config, attend_first, attend_rest), None, lambda _: cache)
+        return _stages(config, attend_first, attend_rest)
 
     # What the maps compute for one layer and loop.
 

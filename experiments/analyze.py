@@ -1,0 +1,240 @@
+"""What the papers measured to justify their design, on any looped model: structure of the cache, and where HLA errs.
+
+    python -m experiments.analyze --what=all --model=hla_jax/assets/nano --workdir=runs/analysis
+    python -m experiments.analyze --what=effective_rank,ridge --model=ByteDance/Ouro-1.4B --workdir=runs/analysis_1p4b \
+        --data=FOLDER_OF_PARQUET --sequences=128 --tokens=1024
+
+The page is `results.md` in the work directory, with a JSON file and figures for each analysis. A finished analysis is
+not run again: a run that was stopped continues with the same command, and others can be added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import pathlib
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from absl import app, flags
+
+import hla_jax
+from experiments import launch
+from hla_jax import attention_files, tensor_files
+from hla_jax.analysis.analyses import ANALYSES, Settings, Subject
+from hla_jax.analysis.divergence import RANGES
+from hla_jax.analysis.page import write_page
+from hla_jax.attention import registry
+from hla_jax.attention.hla import HLA
+from hla_jax.attention.scheme import Attention, SchemeError
+from hla_jax.banner import banner
+from hla_jax.config import ConfigError, OuroConfig, read_json
+from hla_jax.data import pipeline
+from hla_jax.data.pipeline import STANDARD_LIBRARY, SYNTHETIC, Source
+from hla_jax.data.streams import DataError
+from hla_jax.model import Model
+from hla_jax.recipes.workdir import claim
+from hla_jax.tensor_files import WeightsError
+from hla_jax.tokenizer import TokenizerError
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+
+_WHAT = flags.DEFINE_list("what", ["all"], f"Which: all, or some of {', '.join(ANALYSES)}.")
+_MODEL = flags.DEFINE_string("model", str(hla_jax.NANO), "Directory or hub id.")
+_DTYPE = flags.DEFINE_string("dtype", None, "Of the weights; by default bfloat16, and float32 on a CPU.")
+_DATA = flags.DEFINE_list("data", [SYNTHETIC, STANDARD_LIBRARY], "Files, folders or hub data sets, in equal parts.")
+_SEQUENCES = flags.DEFINE_integer("sequences", 64, "To fit to.", lower_bound=1)
+_HELD_OUT = flags.DEFINE_integer("held_out", 32, "Held-out sequences.", lower_bound=1)
+_TOKENS = flags.DEFINE_integer("tokens", 512, "Of each sequence.", lower_bound=2)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the data.")
+_PENALTY = flags.DEFINE_float("penalty", 1e-4, "Of the ridge regression, in the inputs' mean variance.", lower_bound=0)
+_MAPS = flags.DEFINE_string("maps", None, "An export with HLA maps for the model; by default closed-form ones.")
+_RANKS = flags.DEFINE_list("hla", None, "Of closed-form maps: rank_k,rank_v,rank_loop1; by default 10.7x as the paper.")
+_WINDOW = flags.DEFINE_integer("window", 0, "Of closed-form maps.", lower_bound=0)
+_QUERIES = flags.DEFINE_integer("queries", 32, "Positions of each sequence in `divergence`.", lower_bound=1)
+_RANGES = flags.DEFINE_list("ranges", [str(start) for start in RANGES], "First distance of each range.")
+
+_MISTAKES = (ConfigError, DataError, SchemeError, TokenizerError, WeightsError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Everything that decides the results.
+
+    Attributes:
+      model: a directory or hub id.
+      dtype: of the weights.
+      data: files, folders, hub data sets or built-in sources, in equal parts.
+      sequences, held_out, tokens: rows to fit to, held-out rows, and the tokens of each.
+      seed: of the data.
+      settings: of the analyses.
+      maps: an export with HLA maps, or None for closed-form ones.
+      hla: rank_k, rank_v and rank_loop1 of closed-form maps; None as `closed_form` says.
+      window: of closed-form maps.
+    """
+
+    model: str
+    dtype: str
+    data: tuple[str, ...]
+    sequences: int
+    held_out: int
+    tokens: int
+    seed: int
+    settings: Settings
+    maps: str | None
+    hla: tuple[int, ...] | None
+    window: int
+
+    def claims(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """What all analyses of a work directory share, and what decides one of them besides."""
+        settings = self.settings
+        common = {"model": self.model, "dtype": self.dtype, "data": self.data, "seed": self.seed}
+        common |= {"sequences": self.sequences, "held_out": self.held_out, "tokens": self.tokens}
+        maps = {"maps": self.maps, "hla": self.hla, "window": self.window}
+        split = maps | {"queries": settings.queries, "ranges": settings.ranges}
+        return common, {"ridge": {"penalty": settings.penalty}, "divergence": split}
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    try:
+        page = run(from_flags(), chosen(_WHAT.value), launch.workdir(), launch.title())
+        print(f"page: {page}")
+    except _MISTAKES as error:
+        sys.exit(f"error: {error}")
+
+
+def run(job: Job, names: Sequence[str], workdir: pathlib.Path, title: str) -> pathlib.Path:
+    """Runs those of the named analyses that the work directory does not hold; the page is written anew after each.
+
+    Returns:
+      The path of the page, which has every analysis that is finished.
+
+    Raises:
+      ConfigError: `workdir` belongs to another job, or cannot be written.
+    """
+    common, own = job.claims()
+    claim(workdir, common)
+    for name in names:
+        claim(workdir / name, {"analysis": name} | own.get(name, {}))
+    missing = [name for name in names if not result_file(workdir, name).exists()]
+    print(banner(title, dtype=job.dtype, dtype_reason="--dtype", attention="jnp", attention_reason="exact passes"))
+    model = hla_jax.load(job.model, job.dtype)
+    if missing:
+        rows = draw(job, model, job.sequences, held_out=False)
+        subject = Subject(
+            model,
+            rows,
+            draw(job, model, job.held_out, held_out=True),
+            lambda: attention(job, model, rows),
+            job.settings,
+        )
+    for number, name in enumerate(missing, start=1):
+        print(f"analysis {number} of {len(missing)}: {name}", flush=True)
+        start = time.monotonic()
+        result = ANALYSES[name](subject)
+        found = {"command": title, "seconds": round(time.monotonic() - start, 1), "result": result}
+        with tensor_files.new_file(result_file(workdir, name)) as partial:
+            tensor_files.write_json(partial, found)
+        write(job, model.config, workdir)
+    return write(job, model.config, workdir)
+
+
+def from_flags() -> Job:
+    """The job of the command line. Raises `ConfigError` for impossible values."""
+    starts = whole_numbers("ranges", _RANGES.value)
+    if not starts or starts[0] != 0 or list(starts) != sorted(set(starts)):
+        raise ConfigError(f"--ranges: must start at 0 and grow, found {','.join(_RANGES.value)}")
+    ranks = whole_numbers("hla", _RANKS.value) if _RANKS.value else None
+    if ranks and len(ranks) != 3:
+        raise ConfigError(f"--hla: expected rank_k,rank_v,rank_loop1, found {','.join(_RANKS.value)}")
+    if _MAPS.value and (ranks or _WINDOW.value):
+        raise ConfigError("--maps: brings its own sizes; leave out --hla and --window")
+    return Job(
+        model=_MODEL.value,
+        dtype=_DTYPE.value or ("float32" if jax.default_backend() == "cpu" else "bfloat16"),
+        data=tuple(_DATA.value),
+        sequences=_SEQUENCES.value,
+        held_out=_HELD_OUT.value,
+        tokens=_TOKENS.value,
+        seed=_SEED.value,
+        settings=Settings(_PENALTY.value, _QUERIES.value, starts),
+        maps=_MAPS.value,
+        hla=ranks,
+        window=_WINDOW.value,
+    )
+
+
+def chosen(what: Sequence[str]) -> list[str]:
+    """The analyses asked for, in their order. Raises `ConfigError` for an unknown one."""
+    if unknown := sorted(set(what) - {"all", *ANALYSES}):
+        raise ConfigError(f"--what: no analysis {', '.join(unknown)}; there are all, {', '.join(ANALYSES)}")
+    return [name for name in ANALYSES if name in what or "all" in what]
+
+
+def whole_numbers(flag: str, values: list[str]) -> tuple[int, ...]:
+    """A list flag's numbers. Raises `ConfigError` for anything else."""
+    if not all(value.strip().isdigit() for value in values):
+        raise ConfigError(f"--{flag}: expected whole numbers separated by commas, found {','.join(values)}")
+    return tuple(map(int, values))
+
+
+def result_file(workdir: pathlib.Path, name: str) -> pathlib.Path:
+    """Is there when the analysis is finished."""
+    return workdir / name / "result.json"
+
+
+def draw(job: Job, model: Model, count: int, *, held_out: bool) -> Int[np.ndarray, "N S"]:
+    """Token ids of the job's data."""
+    sources = tuple(Source(path) for path in job.data)
+    return pipeline.sequences(sources, model.tokenizer, count, job.tokens, held_out=held_out, seed=job.seed)
+
+
+def attention(job: Job, model: Model, rows: Int[np.ndarray, "N S"]) -> Attention:
+    """HLA's maps: of the export, or fitted in closed form to the rows."""
+    if job.maps is None:
+        ranks = job.hla or closed_form(model.config)
+        return hla_jax.calibrate(model, HLA(*ranks, window=job.window), rows)
+    directory = attention_files.local_directory(job.maps)
+    scheme = registry.from_entries(attention_files.read_attention(directory))
+    if not isinstance(scheme, HLA):
+        raise SchemeError(f"--maps: {directory} holds {type(scheme).__name__}, expected HLA")
+    fitted = hla_jax.load(job.maps, job.dtype)
+    if fitted.config != model.config:
+        raise SchemeError(f"--maps: {directory} was fitted to a model of other sizes than {job.model}")
+    return fitted.attention
+
+
+def closed_form(config: OuroConfig) -> tuple[int, int, int]:
+    """The paper's ranks in proportion to the model (512, 512 and 256 where G dh is 2,048), in whole heads."""
+    whole = lambda rank: max(rank // config.head_dim, 1) * config.head_dim
+    numbers = config.num_kv_heads * config.head_dim
+    return whole(numbers // 4), numbers // 4, whole(numbers // 8)
+
+
+def write(job: Job, config: OuroConfig, workdir: pathlib.Path) -> pathlib.Path:
+    """The page of all that is finished."""
+    found = {name: read_json(result_file(workdir, name)) for name in ANALYSES if result_file(workdir, name).exists()}
+    sizes = f"{config.num_layers} layers, {config.num_loops} loops, {config.num_kv_heads} key-value heads of"
+    rows = f"{job.sequences} sequences to fit to and {job.held_out} held-out ones, of {job.tokens:,} tokens"
+    facts = {
+        "commands": ", ".join(dict.fromkeys(f"`{one['command']}`" for one in found.values())),
+        "date": f"{datetime.date.today():%Y-%m-%d}",
+        "model": f"{job.model}: {sizes} {config.head_dim}, {job.dtype}",
+        "data": f"{' and '.join(job.data)}: {rows}",
+        "device": f"{jax.devices()[0].device_kind}, python {platform.python_version()}, jax {jax.__version__}",
+        "seconds": ", ".join(f"{name} {one['seconds']:,.0f}" for name, one in found.items()),
+    }
+    return write_page({name: one["result"] for name, one in found.items()}, facts, workdir)
+
+
+if __name__ == "__main__":
+    flags.mark_flag_as_required("workdir")
+    app.run(main)
