@@ -5,7 +5,8 @@
         --data=FOLDER_OF_PARQUET --sequences=128 --tokens=1024
 
 The page is `results.md` in the work directory, with a JSON file and figures for each analysis. A finished analysis is
-not run again: a run that was stopped continues with the same command, and others can be added.
+not run again: a run that was stopped continues with the same command, and others can be added. `docs/analysis` has
+the embedded model's, from 16 + 8 sequences of 512 tokens: 92 seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -151,10 +152,10 @@ def from_flags() -> Job:
     """The job of the command line. Raises `ConfigError` for impossible values."""
     starts = whole_numbers("ranges", _RANGES.value)
     if not starts or starts[0] != 0 or list(starts) != sorted(set(starts)):
-        raise ConfigError(f"--ranges: must start at 0 and grow, found {','.join(_RANGES.value)}")
+        raise ConfigError(f"--ranges: must start at 0 and grow, found {','.join(map(str, starts))}")
     ranks = whole_numbers("hla", _RANKS.value) if _RANKS.value else None
     if ranks and len(ranks) != 3:
-        raise ConfigError(f"--hla: expected rank_k,rank_v,rank_loop1, found {','.join(_RANKS.value)}")
+        raise ConfigError(f"--hla: expected rank_k,rank_v,rank_loop1, found {','.join(map(str, ranks))}")
     if _MAPS.value and (ranks or _WINDOW.value):
         raise ConfigError("--maps: brings its own sizes; leave out --hla and --window")
     return Job(
@@ -200,8 +201,8 @@ def draw(job: Job, model: Model, count: int, *, held_out: bool) -> Int[np.ndarra
 def attention(job: Job, model: Model, rows: Int[np.ndarray, "N S"]) -> Attention:
     """HLA's maps: of the export, or fitted in closed form to the rows."""
     if job.maps is None:
-        ranks = job.hla or closed_form(model.config)
-        return hla_jax.calibrate(model, HLA(*ranks, window=job.window), rows)
+        rank_k, rank_v, rank_loop1 = job.hla or closed_form(model.config)
+        return hla_jax.calibrate(model, HLA(rank_k, rank_v, rank_loop1, job.window), rows)
     directory = attention_files.local_directory(job.maps)
     scheme = registry.from_entries(attention_files.read_attention(directory))
     if not isinstance(scheme, HLA):
@@ -230,7 +231,8 @@ def write(job: Job, config: OuroConfig, workdir: pathlib.Path) -> pathlib.Path:
         "model": f"{job.model}: {sizes} {config.head_dim}, {job.dtype}",
         "data": f"{' and '.join(job.data)}: {rows}",
         "device": f"{jax.devices()[0].device_kind}, python {platform.python_version()}, jax {jax.__version__}",
-        "seconds": ", ".join(f"{name} {one['seconds']:,.0f}" for name, one in found.items()),
+        "seconds": ", ".join(f"{name} {one['seconds']:,.0f}" for name, one in found.items())
+        + " (a pass over the data that several need counts in the first)",
     }
     return write_page({name: one["result"] for name, one in found.items()}, facts, workdir)
 

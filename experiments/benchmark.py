@@ -35,6 +35,7 @@ from hla_jax.evaluation import cost, report, speed
 from hla_jax.evaluation.markdown import table
 from hla_jax.evaluation.memory import cache_memory
 from hla_jax.evaluation.schemes import FULL
+from hla_jax.kernels import implementations
 from hla_jax.kernels.latent_decode import api
 from hla_jax.model import Model
 from hla_jax.models import ouro, weights
@@ -88,7 +89,7 @@ def main(argv: list[str]) -> None:
     schemes = {name: one for name, one in attentions(model, dtype).items() if name in chosen}
     contexts = [int(context) for context in _CONTEXTS.value]
     settings: dict[str, Any] = dict(batch=_BATCH.value, new_tokens=_TOKENS.value, rounds=_ROUNDS.value)
-    kernels = attention != "reference"
+    kernels = attention in implementations.PLATFORMS
     speeds = speed.decode_speed(model, schemes, contexts, **settings, kernels=kernels)
     bandwidth = cost.copy_bandwidth()
     memory = int(_MEMORY.value * 2**30) if _MEMORY.value else cost.device_memory()

@@ -1,7 +1,8 @@
 """Throughput of the engine against `generate`, one batch at a time, on requests whose lengths have a long tail.
 
     python -m experiments.benchmark_engine --workdir=runs/benchmark_engine
-    python -m experiments.benchmark_engine --model=ByteDance/Ouro-1.4B --slots=64 --median=1024 --longest=8192 --workdir=...
+    python -m experiments.benchmark_engine --model=ByteDance/Ouro-1.4B --slots=64 --median=1024 --longest=8192 \\
+        --workdir=runs/benchmark_engine
 
 A batch of `generate` lasts as long as its longest request; the engine refills a slot when its request is over. Both
 hold as many sequences, and decode greedily to lengths drawn from a log-normal distribution with sigma 1; a stop token
@@ -9,7 +10,7 @@ does not end a request here. Only the tokens that were asked for count. Both run
 ratios are within a round. Compilation is not counted. A CPU computes 16-bit floats in float32.
 
 Prints a table and leaves it in `benchmark_engine.md`, with `benchmark_engine.json`, in the work directory. On two CPU
-cores the first command takes about 3 minutes.
+cores the first command takes a few minutes.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", requi
 _DTYPE = flags.DEFINE_string("dtype", None, "Of weights and caches; by default bfloat16, and float32 on a CPU.")
 _SCHEMES = flags.DEFINE_multi_enum("schemes", [FULL, HLA], [FULL, HLA], "Caches; HLA has random maps.")
 _SLOTS = flags.DEFINE_integer("slots", 16, "Sequences decoded together.", lower_bound=1)
-_REQUESTS = flags.DEFINE_integer("requests", 96, "How many.", lower_bound=1)
-_PROMPT = flags.DEFINE_integer("prompt", 64, "Most prompt tokens; lengths are uniform.", lower_bound=1)
-_MEDIAN = flags.DEFINE_integer("median", 48, "Median of the new tokens.", lower_bound=1)
-_LONGEST = flags.DEFINE_integer("longest", 448, "Most new tokens.", lower_bound=1)
+_REQUESTS = flags.DEFINE_integer("requests", 64, "How many.", lower_bound=1)
+_PROMPT = flags.DEFINE_integer("prompt", 32, "Most prompt tokens; lengths are uniform.", lower_bound=1)
+_MEDIAN = flags.DEFINE_integer("median", 12, "Median of the new tokens.", lower_bound=1)
+_LONGEST = flags.DEFINE_integer("longest", 128, "Most new tokens.", lower_bound=1)
 _DISPATCH = flags.DEFINE_integer("tokens_per_dispatch", 8, "Of the engine.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Repetitions, of which the median counts.", lower_bound=1)
 

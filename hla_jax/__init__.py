@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hla_jax.attention.scheme import Attention as Attention
     from hla_jax.attention.shared import SharedLoop as SharedLoop
     from hla_jax.calibration.calibrate import calibrate as calibrate
+    from hla_jax.generation.engine import Engine as Engine
+    from hla_jax.generation.engine import Request as Request
     from hla_jax.generation.generate import decode_forced as decode_forced
     from hla_jax.generation.generate import generate as generate
     from hla_jax.model import NANO as NANO
@@ -35,10 +37,12 @@ _HOME = {
     "LayerLatent": "attention.baselines",
     "NANO": "model",
     "Attention": "attention.scheme",
+    "Engine": "generation.engine",
     "Evicted": "attention.eviction",
     "FullCache": "attention.full",
     "LowBit": "attention.low_bit",
     "Model": "model",
+    "Request": "generation.engine",
     "SharedLoop": "attention.shared",
     "calibrate": "calibration.calibrate",
     "decode_forced": "generation.generate",

@@ -41,6 +41,9 @@ _LINES = ("-", "-", "--", "-.", ":", "--", "-.")
 # After as many curves as there are colours, hollow markers, and then half hollow ones.
 _FILLS = ("full", "none", "left")
 
+# So many whole numbers on a linear axis have a tick each.
+_FEW = 8
+
 # A logarithmic axis is used where values differ by more than this factor.
 _LOG_FROM = 6.0
 
@@ -75,6 +78,7 @@ def bars(
     ylim: tuple[float, float] | None = None,
     styles: Sequence[str] | None = None,
     number: str = "{:.2g}",
+    xlabel: str = "",
 ) -> Figure:
     """Bars side by side in each group, with their values above them.
 
@@ -87,6 +91,7 @@ def bars(
       ylim: limits of the axis.
       styles: all names that share one order of colours across figures, where a figure shows some of them.
       number: format of the values.
+      xlabel: what the groups are, with its unit.
     """
     with matplotlib.rc_context(_RC):
         slots = len(groups) * len(series)
@@ -125,6 +130,7 @@ def bars(
         axes.set_xticks(range(len(groups)), groups)
         axes.tick_params(axis="x", length=0)
         axes.grid(False, axis="x")
+        axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel)
         if log and _spread(series.values()) > _LOG_FROM:
             _log_y(axes)
@@ -132,7 +138,7 @@ def bars(
         if ylim:
             axes.set_ylim(*ylim)
         if len(series) > 1:
-            _legend(axes, len(series))
+            _legend(figure, axes, series)
     return figure
 
 
@@ -160,13 +166,15 @@ def lines(
             axes.set_xscale("log", base=2)
             axes.set_xticks(list(x), [f"{value:,.0f}" for value in x])
             axes.minorticks_off()
+        elif len(x) <= _FEW and all(value == int(value) for value in x):
+            axes.set_xticks(list(x), [f"{value:,.0f}" for value in x])
         if log_y and _spread(series.values()) > _LOG_FROM:
             _log_y(axes)
         if ylim:
             axes.set_ylim(*ylim)
         axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel)
-        _legend(axes, len(series))
+        _legend(figure, axes, series)
     return figure
 
 
@@ -252,9 +260,12 @@ def _log_y(axes: Axes) -> None:
     axes.yaxis.set_minor_locator(ticker.NullLocator())
 
 
-def _legend(axes: Axes, count: int) -> None:
-    """Above the plot, so that it hides nothing."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(count, 3), borderaxespad=0.2, columnspacing=1.2)
+def _legend(figure: Figure, axes: Axes, names: Iterable[str]) -> None:
+    """Above the plot, so that it hides nothing, in up to three columns of names that fit its width."""
+    # Inches of a line's sample, and of a letter.
+    entry = 0.42 + 0.06 * max(map(len, names))
+    columns = int(np.clip(figure.get_figwidth() / entry, 1, 3))
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2, columnspacing=1.2)
 
 
 def _index(name: str, series: Series, styles: Sequence[str] | None) -> int:

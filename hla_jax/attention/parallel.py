@@ -50,9 +50,13 @@ def hybrid_attention(
     window: int,
     segments: Int[Array, "B S"] | None = None,
     eviction: Eviction | None = None,
+    exact: Bool[Array, "B S"] | None = None,
 ) -> tuple[Float[Array, "B S H rv"], Float[Array, "B S H dh"]]:
     """HLA's attention (Eq. 4) for all tokens: queries, keys and values of the latent for j < i - W and exact ones for j
     >= i - W. With `eviction`, of the tokens beyond the window those that stay.
+
+    With `segments`, only tokens of the same segment see each other. Tokens that are `exact`, such as a prompt's, read
+    exact keys and values at any distance.
 
     Returns:
       The weighted sums of latent values and of exact values; one softmax covers both.
@@ -62,7 +66,9 @@ def hybrid_attention(
 
     def block(index: Array, q_far: Array, q_near: Array) -> tuple[Array, Array]:
         visible = causal_mask(index, tokens, segments, eviction, window)
-        recent = index[:, None] - jnp.arange(tokens) <= window
+        recent = (index[:, None] - jnp.arange(tokens) <= window)[None, None]
+        if exact is not None:
+            recent = recent | exact[:, None, index, None]
         scores = jnp.where(recent, grouped_scores(q_near, near[1]), grouped_scores(q_far, far[1][:, :tokens])) * scale
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
         return (

@@ -17,7 +17,7 @@ from jax import Array
 
 from hla_jax.attention.scheme import Attention, Cache, run_passes
 from hla_jax.config import OuroConfig
-from hla_jax.generation.sampling import Sampling, sample
+from hla_jax.generation.sampling import BatchSampling, Sampling, sample
 from hla_jax.models import ouro
 
 if TYPE_CHECKING:
@@ -111,17 +111,34 @@ class Progress:
 
 
 def start(
-    logits: Float[Array, "B V"], cache: Cache, sampling: Sampling, keys: Key[Array, " B"], stop: Int[Array, " E"]
+    logits: Float[Array, "B V"],
+    cache: Cache,
+    sampling: Sampling | BatchSampling,
+    keys: Key[Array, " B"],
+    stop: Int[Array, "#B E"] | Int[Array, " E"],
+    given: Int[Array, "B M"] | None = None,
 ) -> Progress:
-    """Samples every request's first token from the logits of its prompt."""
+    """Samples every request's first token from the logits of its prompt. The arguments are those of `advance`."""
     made = jnp.zeros_like(cache.lengths)
-    token = sample(logits, sampling, keys, made)
-    return Progress(cache, token, made + 1, jnp.isin(token, stop))
+    token = _or_given(sample(logits, sampling, keys, made), given, made)
+    return Progress(cache, token, made + 1, _ends(token, stop))
+
+
+def _ends(token: Int[Array, " B"], stop: Int[Array, "#B E"] | Int[Array, " E"]) -> Bool[Array, " B"]:
+    return jnp.any(token[:, None] == stop, axis=-1)
+
+
+def _or_given(token: Int[Array, " B"], given: Int[Array, "B M"] | None, made: Int[Array, " B"]) -> Int[Array, " B"]:
+    """The request's token number `made` where `given` has it, and else `token`."""
+    if given is None:
+        return token
+    known = jnp.take_along_axis(given, jnp.minimum(made, given.shape[1] - 1)[:, None], axis=1)[:, 0]
+    return jnp.where((made < given.shape[1]) & (known >= 0), known, token)
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "sampling", "count"),
+    static_argnames=("config", "count"),
     donate_argnames="progress",
     compiler_options=READ_WEIGHTS_IN_PLACE,
 )
@@ -130,11 +147,12 @@ def advance(
     config: OuroConfig,
     attention: Attention,
     progress: Progress,
-    sampling: Sampling,
+    sampling: Sampling | BatchSampling,
     keys: Key[Array, " B"],
-    stop: Int[Array, " E"],
+    stop: Int[Array, "#B E"] | Int[Array, " E"],
     limit: Int[Array, " B"],
     count: int,
+    given: Int[Array, "B M"] | None = None,
 ) -> tuple[Int[Array, "B N"], Progress]:
     """Decodes up to `count` more tokens in one dispatch, ending early once every request is done.
 
@@ -143,11 +161,12 @@ def advance(
       config: sizes.
       attention: scheme and maps.
       progress: from `start` or the last call.
-      sampling: how to choose tokens.
+      sampling: how to choose tokens; `Sampling` is static, `BatchSampling` is not.
       keys: one random key per request.
-      stop: token ids that end a request.
+      stop: token ids that end a request, the same for all or each request's own.
       limit: most new tokens of each request.
       count: tokens per dispatch.
+      given: each request's first new tokens where they are known already, -1 after them: these are not sampled.
 
     Returns:
       The new tokens, -1 where a request was done, and the progress.
@@ -163,10 +182,11 @@ def advance(
         logits, cache = step(params, config, attention, progress.cache, progress.token)
         # A finished request must not advance: its position would run past the capacity.
         cache = dataclasses.replace(cache, lengths=jnp.where(over, progress.cache.lengths, cache.lengths))
-        token = jnp.where(over, progress.token, sample(logits, sampling, keys, progress.made))
+        sampled = _or_given(sample(logits, sampling, keys, progress.made), given, progress.made)
+        token = jnp.where(over, progress.token, sampled)
         out = out.at[:, index].set(jnp.where(over, -1, token))
         made = progress.made + jnp.where(over, 0, 1)
-        return index + 1, out, Progress(cache, token, made, progress.done | (~over & jnp.isin(token, stop)))
+        return index + 1, out, Progress(cache, token, made, progress.done | (~over & _ends(token, stop)))
 
     out = jnp.full((progress.token.shape[0], count), -1, jnp.int32)
     _, out, progress = jax.lax.while_loop(going, one, (jnp.zeros((), jnp.int32), out, progress))

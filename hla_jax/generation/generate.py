@@ -32,9 +32,9 @@ class Generation:
     tokens: list[int]
     """New tokens, the stop token excluded."""
     finish_reason: str
-    """"stop" (a stop token came) or "length" (max_new_tokens reached)."""
+    """"stop" (a stop token or string came), "length" (max_new_tokens reached) or "cancelled" (by `Engine.cancel`)."""
     text: str | None
-    """Decoded tokens; None where the prompts were token ids and the model has no tokenizer."""
+    """Decoded tokens, up to a stop string; None where the prompts were token ids and the model has no tokenizer."""
 
 
 def generate(
@@ -74,7 +74,7 @@ def generate(
         len(prompts) > 0 and not isinstance(prompts[0], str) and np.ndim(prompts[0]) == 0
     )
     listed = cast("Sequence[Prompt]", [prompts] if single else prompts)
-    ids = [_prompt_ids(model, prompt, number) for number, prompt in enumerate(listed)]
+    ids = [prompt_ids(model, prompt, number) for number, prompt in enumerate(listed)]
     if not ids:
         raise ValueError("no prompts given")
     if max_new_tokens < 1:
@@ -97,8 +97,8 @@ def generate(
     stops = tuple(model.stop_tokens if stop_tokens is None else stop_tokens)
     stop = jnp.asarray(stops, jnp.int32)
     keys = request_keys(jnp.asarray(np.asarray(seeds, np.uint32)))
-    tokens, lengths = pad(ids, min(_bucket(longest), model.config.max_position_embeddings))
-    capacity = max(tokens.shape[1], _bucket(longest + max_new_tokens))
+    tokens, lengths = pad(ids, min(bucket(longest), model.config.max_position_embeddings))
+    capacity = max(tokens.shape[1], bucket(longest + max_new_tokens))
     logits, cache = decode.prefill(model.params, model.config, attention, tokens, lengths, capacity)
     progress = decode.start(logits, cache, sampling, keys, stop)
     made = [np.asarray(progress.token)[:, None]]
@@ -148,7 +148,8 @@ def unpad(tokens: Int[np.ndarray, "B S"], mask: Int[np.ndarray, "B S"]) -> list[
     return [row[keep.astype(bool)].tolist() for row, keep in zip(np.asarray(tokens), np.asarray(mask), strict=True)]
 
 
-def _prompt_ids(model: Model, prompt: Prompt, number: int) -> list[int]:
+def prompt_ids(model: Model, prompt: Prompt, number: int) -> list[int]:
+    """Token ids of a prompt. Raises `ValueError`, with the prompt's number, if they are none or impossible."""
     ids = np.asarray(model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     if ids.size == 0:
         raise ValueError(f"prompt {number} is empty")
@@ -160,13 +161,13 @@ def _prompt_ids(model: Model, prompt: Prompt, number: int) -> list[int]:
     return ids.tolist()
 
 
+def bucket(tokens: int) -> int:
+    """Rounds up to an eighth of the next power of two: at most a quarter too much, and four sizes per doubling."""
+    step = max(_SMALLEST_BUCKET, 1 << (tokens - 1).bit_length() >> 3)
+    return -(-tokens // step) * step
+
+
 def _generation(model: Model, tokens: list[int], stop: Sequence[int]) -> Generation:
     reason = "stop" if tokens[-1] in stop else "length"
     tokens = tokens[:-1] if reason == "stop" else tokens
     return Generation(tokens, reason, str(model.tokenizer.decode(tokens)) if model.has_tokenizer else None)
-
-
-def _bucket(tokens: int) -> int:
-    """Rounds up to an eighth of the next power of two: at most a quarter too much, and four sizes per doubling."""
-    step = max(_SMALLEST_BUCKET, 1 << (tokens - 1).bit_length() >> 3)
-    return -(-tokens // step) * step

@@ -5,19 +5,24 @@ request.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+
+from hla_jax.attention.scheme import once
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, Key
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How to sample. Static under `jax.jit`: one compile per combination.
+    """How to sample every request of a batch. Static under `jax.jit`: one compile per combination.
 
     Attributes:
       temperature: divides the logits; 0 takes the most likely token.
@@ -38,34 +43,74 @@ class Sampling:
             raise ValueError(f"top_k must be at least 1, found {self.top_k}")
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BatchSampling:
+    """How to sample each request of a batch: arrays, so that one compiled step serves all settings."""
+
+    temperature: Float[Array, " B"]
+    top_p: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    """At least the size of the vocabulary where all tokens are allowed."""
+
+
+def batch_sampling(settings: Sequence[Sampling]) -> BatchSampling:
+    """One request's settings after the other."""
+    everything = np.iinfo(np.int32).max
+    return BatchSampling(
+        jnp.asarray([one.temperature for one in settings], float),
+        jnp.asarray([one.top_p for one in settings], float),
+        jnp.asarray([everything if one.top_k is None else min(one.top_k, everything) for one in settings], jnp.int32),
+    )
+
+
 def request_keys(seeds: Int[Array, " B"]) -> Key[Array, " B"]:
     """One random key per request, from its seed alone: what else is in the batch does not matter."""
     return jax.vmap(jax.random.key)(seeds)
 
 
 def sample(
-    logits: Float[Array, "B V"], sampling: Sampling, keys: Key[Array, " B"], step: Int[Array, " B"]
+    logits: Float[Array, "B V"], sampling: Sampling | BatchSampling, keys: Key[Array, " B"], step: Int[Array, " B"]
 ) -> Int[Array, " B"]:
     """Next token of every request. `step` counts the request's own new tokens, so a token depends on its request
     only.
     """
-    if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    keys = jax.vmap(jax.random.fold_in)(keys, step)
-    allowed = filtered(logits / sampling.temperature, sampling)
-    return jax.vmap(jax.random.categorical)(keys, allowed).astype(jnp.int32)
+    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if isinstance(sampling, Sampling) and sampling.temperature == 0:
+        return likeliest
+    each = _each(sampling, logits.shape[0])
+    random = each.temperature > 0
+
+    def draw() -> Array:
+        temperature = jnp.where(random, each.temperature, 1.0)[:, None].astype(logits.dtype)
+        allowed = filtered(logits / temperature, each)
+        drawn = jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in)(keys, step), allowed)
+        return jnp.where(random, drawn, likeliest).astype(jnp.int32)
+
+    return jax.lax.cond(jnp.any(random), draw, lambda: likeliest)
 
 
-def filtered(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+def filtered(logits: Float[Array, "B V"], sampling: Sampling | BatchSampling) -> Float[Array, "B V"]:
     """Logits with everything outside top-k, then outside top-p of what is left, set to minus infinity."""
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        smallest = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    if sampling.top_p < 1:
+    each, size = _each(sampling, logits.shape[0]), logits.shape[-1]
+    top_p = each.top_p[:, None].astype(logits.dtype)
+
+    def keep() -> Array:
         descending = -jnp.sort(-logits, axis=-1)
+        least = jnp.take_along_axis(descending, jnp.minimum(each.top_k, size)[:, None] - 1, axis=-1)
+        descending = jnp.where(descending < least, -jnp.inf, descending)
         probabilities = jax.nn.softmax(descending, axis=-1)
         # A token stays if those before it have not reached top_p yet; the first always stays.
-        kept = jnp.cumsum(probabilities, axis=-1) - probabilities < sampling.top_p
-        smallest = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    return logits
+        kept = (jnp.cumsum(probabilities, axis=-1) - probabilities < top_p) | (top_p >= 1)
+        least = jnp.maximum(least, jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True))
+        return jnp.where(logits < least, -jnp.inf, logits)
+
+    # Sorting a large vocabulary costs as much as a small layer: only where somebody asks for it.
+    return jax.lax.cond(jnp.any((each.top_k < size) | (each.top_p < 1)), keep, lambda: logits)
+
+
+def _each(sampling: Sampling | BatchSampling, batch: int) -> BatchSampling:
+    """Settings request by request. They are no constants to XLA, which would divide by one in another way and round
+    otherwise: a request's tokens are the same in either form.
+    """
+    return once(batch_sampling([sampling] * batch)) if isinstance(sampling, Sampling) else sampling

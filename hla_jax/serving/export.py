@@ -8,6 +8,7 @@ import shutil
 
 from hla_jax import attention_files, tensor_files
 from hla_jax.attention import registry
+from hla_jax.attention.eviction import Evicted
 from hla_jax.attention.scheme import Attention
 from hla_jax.model import Model
 from hla_jax.models import weights
@@ -24,6 +25,9 @@ _COPIED = (
     "generation_config.json",
 )
 
+_TORCH_FILE = pathlib.Path(__file__).with_name("torch_ouro.py")
+_TORCH_SCHEMES = ("full_cache", "hla", "lla")
+
 
 class ExportError(ValueError):
     """A model and a scheme cannot be written in the interchange format, or not there."""
@@ -37,6 +41,7 @@ def export(
     *,
     base_id: str | None = None,
     overwrite: bool = False,
+    torch_code: bool = False,
 ) -> None:
     """Writes a model with the maps of a scheme in the interchange format.
 
@@ -49,16 +54,20 @@ def export(
       maps_only: leaves the model's own tensors out and names the base instead: `model.path`, with a checksum.
       base_id: hub id to name the base by, instead of its local path.
       overwrite: allows `directory` to be an earlier export, which is then replaced.
+      torch_code: adds the PyTorch model `torch_ouro.py`, so that transformers loads the directory with
+        `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)`. For the full cache, HLA and LLA.
 
     Raises:
-      ExportError: the maps do not fit the scheme, `maps_only` and the weights are not the base's, or `directory` has
-        something that is not an earlier export.
+      ExportError: the maps do not fit the scheme, `maps_only` and the weights are not the base's, `torch_code` and the
+        PyTorch model does not have the scheme, or `directory` has something that is not an earlier export.
       FileExistsError: `directory` is not empty, and `overwrite` is false.
     """
     attention = model.attention if attention is None else attention
     target = pathlib.Path(directory)
     config = model.config.to_dict(weights.stored_dtype(model.params))
     config |= _scheme_entry(model, attention)
+    if torch_code:
+        config |= _torch_entry(attention, config["architectures"][0])
     tensors = weights.pending_params(model.params, model.config)
     if maps_only:
         config |= {attention_files.BASE: _base_entry(model, tensors, attention, target, base_id)}
@@ -73,6 +82,8 @@ def export(
         for name in _COPIED:
             if model.path is not None and (model.path / name).is_file():
                 shutil.copyfile(model.path / name, partial / name)
+        if torch_code:
+            shutil.copyfile(_TORCH_FILE, partial / _TORCH_FILE.name)
 
 
 def _scheme_entry(model: Model, attention: Attention) -> dict[str, object]:
@@ -87,6 +98,20 @@ def _scheme_entry(model: Model, attention: Attention) -> dict[str, object]:
             raise ExportError(f"map {key}: the scheme implies shape {expected.get(key)}, found {found.get(key)}")
     kind = registry.SCHEMES[scheme.interchange].__name__
     return {"architectures": [f"Ouro{kind if kind != 'FullCache' else ''}ForCausalLM"], **entries}
+
+
+def _torch_entry(attention: Attention, architecture: str) -> dict[str, object]:
+    """Where transformers finds the classes of a directory that brings its own code."""
+    scheme = attention.scheme
+    if isinstance(scheme, Evicted) or scheme.interchange not in _TORCH_SCHEMES:
+        raise ExportError(
+            f"torch_code: the PyTorch model has the full cache, HLA and LLA, not {type(scheme).__name__}; "
+            "export without it"
+        )
+    module = _TORCH_FILE.stem
+    return {
+        "auto_map": {"AutoConfig": f"{module}.OuroConfig", "AutoModelForCausalLM": f"{module}.{architecture}"},
+    }
 
 
 def _base_entry(

@@ -20,6 +20,7 @@ Q, K, V = (
     draw(2, BATCH, TOKENS, KV_HEADS, SIZE),
 )
 SEGMENTS = np.stack([np.arange(TOKENS) // 20, np.arange(TOKENS) // 9])
+PROMPTS = np.stack([np.arange(TOKENS) % 20 < 11, np.arange(TOKENS) % 9 < 2])
 
 
 def direct(scores: np.ndarray, visible: np.ndarray) -> np.ndarray:
@@ -50,20 +51,35 @@ def test_exact_attention(segments, blocks, x64):
         np.testing.assert_allclose(found[b], np.einsum("hqk,khr->qhr", weights, repeat(V[b])), atol=1e-12)
 
 
-@pytest.mark.parametrize("window", [0, 6, TOKENS])
-def test_hybrid_attention(window, blocks, x64):
-    """Latent scores and values for j < i - W, exact ones from there on, one softmax; the latent store may be longer."""
+@pytest.mark.parametrize(
+    ("window", "segments", "exact"),
+    [(0, None, None), (6, None, None), (TOKENS, None, None), (0, None, PROMPTS), (6, SEGMENTS, PROMPTS)],
+    ids=["no window", "window", "all", "prompts", "window, segments, prompts"],
+)
+def test_hybrid_attention(window, segments, exact, blocks, x64):
+    """Latent scores and values for j < i - W, exact ones from there on, one softmax; the latent store may be longer.
+    Tokens of a prompt read exact ones only.
+    """
     q_far, k_far, v_far = (
         draw(3, BATCH, TOKENS, HEADS, RANK_K),
         draw(4, BATCH, TOKENS + 3, 1, RANK_K),
         draw(5, BATCH, TOKENS + 3, 1, RANK_V),
     )
     far, near = parallel.hybrid_attention(
-        tuple(map(jnp.asarray, (q_far, k_far, v_far))), tuple(map(jnp.asarray, (Q, K, V))), window
+        tuple(map(jnp.asarray, (q_far, k_far, v_far))),
+        tuple(map(jnp.asarray, (Q, K, V))),
+        window,
+        None if segments is None else jnp.asarray(segments),
+        exact=None if exact is None else jnp.asarray(exact),
     )
     token = np.arange(TOKENS)
-    recent = token[:, None] - token[None] <= window
     for b in range(BATCH):
+        recent = token[:, None] - token[None] <= window
+        if exact is not None:
+            recent = recent | exact[b][:, None]
+        visible = token[:, None] >= token[None]
+        if segments is not None:
+            visible = visible & (segments[b][:, None] == segments[b][None])
         scores = (
             np.where(
                 recent,
@@ -72,7 +88,7 @@ def test_hybrid_attention(window, blocks, x64):
             )
             / SIZE**0.5
         )
-        weights = direct(scores, token[:, None] >= token[None])
+        weights = direct(scores, visible)
         np.testing.assert_allclose(
             far[b], np.einsum("hqk,kr->qhr", np.where(recent, 0, weights), v_far[b, :TOKENS, 0]), atol=1e-12
         )

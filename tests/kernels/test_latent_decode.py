@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hla_jax.kernels import implementations
-from hla_jax.kernels.latent_decode import api, reference
+from hla_jax.kernels.latent_decode import api, blockwise, reference
 from kernels import latent_cases as cases
 
 SCALE = 0.3
@@ -30,14 +30,22 @@ def test_equals_the_oracle(latent_heads, window, lengths, paged, rotation, data)
         3, 4, latent_heads, 8, 5, 4 if paged else 9, lengths, window, 2, 6, paged, "float64", 1, rotation, filled=filled
     )
     stored, recent, turn = rest
-    got = reference.latent_decode(q, stored, SCALE, recent, turn)
-    # Angles are float32.
-    cases.agree(got, cases.oracle(q, stored, SCALE, recent, turn), 1e-6 if rotation else 1e-12, 0)
+    want = cases.oracle(q, stored, SCALE, recent, turn)
+    for block in (None, 2, 4):
+        with pytest.MonkeyPatch.context() as patch:
+            if block is not None:
+                patch.setattr(blockwise, "SMALLEST_BLOCK", block)
+                patch.setattr(blockwise, "BLOCK_NUMBERS", 1)
+            plain = reference if block is None else blockwise
+            got = plain.latent_decode(q, stored, SCALE, recent, turn)
+        # Angles are float32.
+        cases.agree(got, want, 1e-6 if rotation else 1e-12, 0)
 
 
-def test_nothing_stored_gives_zeros_and_no_weight():
+@pytest.mark.parametrize("plain", [reference, blockwise])
+def test_nothing_stored_gives_zeros_and_no_weight(plain):
     q, stored, *_ = cases.make(3, page=9, lengths=[0, 4, 0], window=None)
-    out, near, lse = reference.latent_decode(q, stored, SCALE)
+    out, near, lse = plain.latent_decode(q, stored, SCALE)
     assert near is None
     np.testing.assert_array_equal(out[0], 0)
     np.testing.assert_array_equal(np.isneginf(lse), [[True] * 4, [False] * 4, [True] * 4])
@@ -63,11 +71,12 @@ def test_parts_merge_by_log_sum_exp(cut):
 
 
 @pytest.mark.usefixtures("x64")
-def test_masked_tokens_are_not_read():
+@pytest.mark.parametrize("plain", [reference, blockwise])
+def test_masked_tokens_are_not_read(plain):
     """A mask that hides the first tokens is a cache without them."""
     q, stored, *_ = cases.make(2, page=9, lengths=[9, 6], window=None, dtype="float64")
     hidden = stored._replace(visible=jnp.arange(9)[None] >= jnp.array([[2], [5]]))
-    got = reference.latent_decode(q, hidden, SCALE)
+    got = plain.latent_decode(q, hidden, SCALE)
     for b, (start, end) in enumerate(((2, 9), (5, 6))):
         alone = stored._replace(
             keys=stored.keys[:, b : b + 1, start:end],
@@ -80,7 +89,7 @@ def test_masked_tokens_are_not_read():
 
 
 def test_the_platform_decides():
-    assert api.choose() == ("reference", f"no kernel for a {jax.default_backend()}")
+    assert api.choose() == ("blockwise", f"no kernel for a {jax.default_backend()}")
     assert api.choose("reference")[0] == "reference"
 
 
@@ -99,6 +108,6 @@ def test_a_kernel_that_cannot_take_the_inputs_is_not_chosen(monkeypatch):
         (stored._replace(visible=jnp.ones((2, 16), bool)), "masked"),
         (stored._replace(keys=stored.keys.astype(jnp.float16)), "the cache is float16"),
     ):
-        assert api.choose(None, odd)[0] == "reference"
+        assert api.choose(None, odd)[0] == "blockwise"
         with pytest.raises(ValueError, match=problem):
             api.choose("triton_gpu", odd)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from hla_jax.kernels import implementations
-from hla_jax.kernels.latent_decode import Rotation, Stored, Window, reference
+from hla_jax.kernels.latent_decode import Rotation, Stored, Window, blockwise, reference
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -52,7 +52,8 @@ def latent_decode(
       scale: of all scores.
       window: the recent tokens and the current one, read exactly; None: only what is stored.
       rotation: turns `q` first.
-      implementation: "reference", "pallas_tpu" or "triton_gpu"; None: by platform, see `choose`.
+      implementation: "reference", "blockwise" (jnp, like the reference), "pallas_tpu" or "triton_gpu"; None: by
+        platform, see `choose`.
 
     Returns:
       The attention-weighted sum of stored values and that of the window's values (None without a window), in the
@@ -71,7 +72,8 @@ def latent_decode(
         from hla_jax.kernels.latent_decode import triton_gpu
 
         return triton_gpu.latent_decode(q, stored, scale, window, rotation)
-    return reference.latent_decode(q, stored, scale, window, rotation)
+    plain = reference if name == "reference" else blockwise
+    return plain.latent_decode(q, stored, scale, window, rotation)
 
 
 def choose(
@@ -88,4 +90,4 @@ def choose(
         from hla_jax.kernels.latent_decode import pallas_tpu
 
         cannot["pallas_tpu"] = pallas_tpu.problem(stored, window)
-    return implementations.choose("latent_decode", implementation, cannot)
+    return implementations.choose("latent_decode", implementation, cannot, plain="blockwise")
