@@ -10,6 +10,13 @@ import pytest
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Every compiled program maps memory, and a process may have 65,530 mappings: the whole suite has more."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def x64():
     """Runs one test with 64-bit types; everything it computes with must be made inside it."""

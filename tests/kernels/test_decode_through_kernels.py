@@ -18,6 +18,7 @@ from hla_jax.kernels import implementations
 from hla_jax.kernels.latent_decode import pallas_tpu
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 CONFIG = tiny.tiny_config()
 SCHEMES = {
     "full": lambda: Attention(FullCache()),

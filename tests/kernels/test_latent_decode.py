@@ -15,7 +15,7 @@ SCALE = 0.3
 
 
 @pytest.mark.usefixtures("x64")
-@settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     latent_heads=st.sampled_from([1, 2, 4]),
     window=st.sampled_from([None, 0, 3]),
