@@ -34,14 +34,13 @@ from hla_jax.config import OuroConfig
 from hla_jax.evaluation import cost, report, speed
 from hla_jax.evaluation.markdown import table
 from hla_jax.evaluation.memory import cache_memory
-from hla_jax.evaluation.schemes import FULL
+from hla_jax.evaluation.schemes import FULL, HLA_PAPER, LLA_ABSORBED, LLA_PAPER, LLA_REBUILT, papers_schemes
 from hla_jax.kernels import implementations
 from hla_jax.kernels.latent_decode import api
 from hla_jax.model import Model
 from hla_jax.models import ouro, weights
 
-HLA, LLA, REBUILT, ABSORBED = "HLA", "LLA", "LLA rebuilt cache", "LLA absorbed"
-NAMES = (FULL, HLA, LLA, REBUILT, ABSORBED)
+NAMES = (FULL, HLA_PAPER, LLA_PAPER, LLA_REBUILT, LLA_ABSORBED)
 SMALL_VOCABULARY = 256
 
 PAPERS = {
@@ -184,19 +183,8 @@ def load(dtype: str) -> tuple[OuroConfig, Model]:
 def attentions(model: Model, dtype: str) -> dict[str, Attention]:
     """The full cache, HLA at 10.7x, and LLA at 4x in its three modes; a model's own scheme instead of its namesake."""
     config = model.config
-    numbers = 2 * config.num_kv_heads * config.head_dim
-    trajectory = config.num_loops * config.head_dim
-    rank_k, rank_v = 3 * trajectory // 16, 5 * trajectory // 16
-    rope = min(16, config.head_dim)
-    schemes = {
-        FULL: hla_jax.FullCache(),
-        HLA: hla_jax.HLA(numbers // 8, numbers // 8, numbers // 16, window=128),
-        LLA: hla_jax.LLA(rank_k, rank_v),
-        REBUILT: hla_jax.LLA(rank_k, rank_v, full_memory=True),
-        ABSORBED: hla_jax.LLA(rank_k - rope, rank_v, rank_rope=rope),
-    }
-    found = {name: random_maps(scheme, config, 0, dtype) for name, scheme in schemes.items()}
-    own = {hla_jax.HLA: HLA, hla_jax.LLA: LLA}.get(type(model.attention.scheme))
+    found = {name: random_maps(scheme, config, 0, dtype) for name, scheme in papers_schemes(config).items()}
+    own = {hla_jax.HLA: HLA_PAPER, hla_jax.LLA: LLA_PAPER}.get(type(model.attention.scheme))
     if own:
         found[own] = model.attention
     return {name: dataclasses.replace(one, implementation=_IMPLEMENTATION.value) for name, one in found.items()}
@@ -273,12 +261,12 @@ def long_reading(config: OuroConfig, context: int, dtype: str, settings: dict[st
         config, num_layers=1, vocab_size=SMALL_VOCABULARY, max_position_embeddings=2 * context
     )
     model = Model(one_layer, jax.jit(lambda key: weights.init_params(one_layer, key, dtype))(jax.random.key(0)))
-    both = {name: one for name, one in attentions(model, dtype).items() if name in (LLA, ABSORBED)}
+    both = {name: one for name, one in attentions(model, dtype).items() if name in (LLA_PAPER, LLA_ABSORBED)}
     (found,) = speed.decode_speed(model, both, [context], **settings)
     rates = found.tokens_per_second
     text = "did not fit memory"
     if len(rates) == 2:
-        text = f"absorbed {rates[ABSORBED] / rates[LLA]:.1f} times as fast as rebuilding"
+        text = f"absorbed {rates[LLA_ABSORBED] / rates[LLA_PAPER]:.1f} times as fast as rebuilding"
     return dataclasses.asdict(found) | {"lines": [f"One layer of LLA at {context:,} tokens: {text}."]}
 
 

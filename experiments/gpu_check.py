@@ -28,6 +28,9 @@ from typing import Any
 
 from absl import app, flags
 
+from hla_jax import tensor_files
+from hla_jax.evaluation.markdown import table
+
 _OUT = flags.DEFINE_string("out", "gpu_check", "Folder for the results.")
 _WHEELS = flags.DEFINE_string("wheels", "wheels", "Folder with a wheel of jax-triton, if it is not installed.")
 _PART = flags.DEFINE_string("part", None, "Run this part alone, in this process.")
@@ -95,9 +98,8 @@ def in_a_process(part: str, out: pathlib.Path, environment: dict[str, str], seco
 
 
 def write(path: pathlib.Path, found: dict[str, Any]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    os.replace(partial, path)
+    with tensor_files.new_file(path) as partial:
+        tensor_files.write_json(partial, found)
 
 
 # The parts. Each imports what it needs, in a process of its own.
@@ -174,9 +176,9 @@ def random_model(rehearse: bool):
     """Ouro-1.4B with random weights, and the schemes."""
     import jax
 
-    import hla_jax
     from hla_jax.calibration.random import random_maps
     from hla_jax.config import OURO_1P4B
+    from hla_jax.evaluation.schemes import papers_schemes
     from hla_jax.model import Model
     from hla_jax.models import ouro, weights
 
@@ -184,13 +186,9 @@ def random_model(rehearse: bool):
     if rehearse:
         config = dataclasses.replace(config, num_layers=1, hidden_size=256, intermediate_size=256, vocab_size=256)
     make = jax.jit(lambda key: ouro.for_decoding(weights.init_params(config, key, "bfloat16")))
-    schemes = {
-        FULL: hla_jax.FullCache(),
-        HLA: hla_jax.HLA(512, 512, 256, window=128),
-        LLA: hla_jax.LLA(80, 160, rank_rope=16),
-    }
+    schemes = papers_schemes(config)
     return Model(config, make(jax.random.key(0))), {
-        name: random_maps(scheme, config, 0, "bfloat16") for name, scheme in schemes.items()
+        name: random_maps(schemes[name], config, 0, "bfloat16") for name in (FULL, HLA, LLA)
     }
 
 
@@ -244,8 +242,6 @@ PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
 
 def report(found: dict[str, Any]) -> list[str]:
     """All tables."""
-    from hla_jax.evaluation.markdown import table
-
     parts = found["parts"]
     lines = [f"# GPU check, {found['date']}", ""]
     for part, result in parts.items():

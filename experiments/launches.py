@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from absl import app, flags
 
-import hla_jax
 from experiments.random_checkpoint import SIZES
 from hla_jax.evaluation import offline
 from hla_jax.evaluation.markdown import table
+from hla_jax.evaluation.schemes import FULL, HLA_PAPER, LLA_ABSORBED, papers_schemes
 
 _SHAPES = flags.DEFINE_enum("shapes", "1p4b", list(SIZES), "A released model's sizes.")
 _TPU = flags.DEFINE_string("tpu", None, 'Topology, such as "v5e:2x2".')
@@ -23,12 +23,6 @@ _CONTEXT = flags.DEFINE_integer("context", 4096, "Tokens that the cache has room
 _BATCH = flags.DEFINE_integer("batch", 1, "Sequences.", lower_bound=1)
 _NAMES = flags.DEFINE_bool("names", False, "List the kernels.")
 
-SCHEMES = {
-    "full cache": hla_jax.FullCache(),
-    "HLA": hla_jax.HLA(512, 512, 256, window=128),
-    "LLA absorbed": hla_jax.LLA(80, 160, rank_rope=16),
-}
-
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
@@ -37,8 +31,10 @@ def main(argv: list[str]) -> None:
         raise app.UsageError("give one of --tpu and --gpu")
     device = offline.tpu(_TPU.value) if _TPU.value else offline.gpu(str(_GPU.value), _CAPABILITY.value)
     rows = []
-    for name, scheme in SCHEMES.items():
-        step = offline.compile_step(SIZES[_SHAPES.value], scheme, device, _CONTEXT.value, _BATCH.value)
+    config = SIZES[_SHAPES.value]
+    schemes = papers_schemes(config)
+    for name in (FULL, HLA_PAPER, LLA_ABSORBED):
+        step = offline.compile_step(config, schemes[name], device, _CONTEXT.value, _BATCH.value)
         counts = ", ".join(str(len(stage)) for stage in step.launches)
         copied = sum(step.copied.values())
         rows.append((name, counts, *(f"{size / 2**20:,.0f}" for size in (step.cache, step.temporary, copied))))

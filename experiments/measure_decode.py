@@ -25,6 +25,7 @@ import hla_jax
 from experiments.processes import in_fresh_process, memory
 from hla_jax.attention.scheme import Attention
 from hla_jax.calibration.random import random_maps
+from hla_jax.evaluation.schemes import HLA_PAPER, papers_schemes
 from hla_jax.generation import decode
 from hla_jax.generation.sampling import Sampling, request_keys
 
@@ -74,9 +75,7 @@ def measure(directory: str, scheme: str, dtype: str, prompt_tokens: int, new_tok
 
 def paper_hla(model: hla_jax.Model, dtype: str) -> Attention:
     """HLA with 10.7 times fewer numbers per token, a window of 128, and random maps."""
-    numbers = 2 * model.config.num_kv_heads * model.config.head_dim
-    scheme = hla_jax.HLA(rank_k=numbers // 8, rank_v=numbers // 8, rank_loop1=numbers // 16, window=128)
-    return random_maps(scheme, model.config, 0, dtype)
+    return random_maps(papers_schemes(model.config)[HLA_PAPER], model.config, 0, dtype)
 
 
 def main(argv: list[str]) -> None:

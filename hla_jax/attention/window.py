@@ -72,7 +72,7 @@ def only_itself(q: Float[Array, "B H dh"], k: Float[Array, "B G dh"], v: Float[A
 
 
 def note(config: OuroConfig, new: Buffers, inputs: LayerInputs, k: Float[Array, "B 1 G dh"]) -> Buffers:
-    """Notes the current token's keys and values of one layer and loop, for `scheme.store_token` to put in the oldest
+    """Notes the current token's keys and values of one layer and loop, for `Cache.store` to put in the oldest
     one's place.
     """
     if "window_k" not in new:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -109,10 +111,11 @@ def errors(given: Operands, implementation: str | None = None) -> dict[str, floa
     """Largest difference from the reference in float32 over its largest value, of each output; infinite where one has a
     number and the other has none.
     """
-    got = jax.jit(lambda given: _call(given, implementation))(given)
+    attend = functools.partial(api.latent_decode, implementation=implementation)
+    got = jax.jit(functools.partial(_call, attend))(given)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, given)
     with jax.default_matmul_precision("highest"):
-        want = jax.jit(lambda given: _call(given, "reference"))(wide)
+        want = jax.jit(functools.partial(_call, reference.latent_decode))(wide)
     found = {}
     for part, x, y in zip(("latent", "exact", "lse"), got, want):
         if y is not None:
@@ -127,13 +130,14 @@ def errors(given: Operands, implementation: str | None = None) -> dict[str, floa
 def seconds(given: Operands, calls: int, implementation: str | None = None) -> float:
     """Time of a call, of `calls` in a row that go through the slots."""
     slots = given.stored.keys.shape[0]
+    attend = functools.partial(api.latent_decode, implementation=implementation)
 
     @jax.jit
     def many(given: Operands) -> Array:
         def one(call: Array, q: Array) -> Array:
             stored = given.stored._replace(slot=call % slots)
             window = None if given.window is None else given.window._replace(slot=call % slots)
-            out, _, _ = _call(Operands(q, stored, window, given.angles), implementation)
+            out, _, _ = _call(attend, Operands(q, stored, window, given.angles))
             # The next call waits for this one.
             return q + (0 * jnp.sum(out)).astype(q.dtype)
 
@@ -142,9 +146,6 @@ def seconds(given: Operands, calls: int, implementation: str | None = None) -> f
     return median_seconds(lambda: many(given), 3) / calls
 
 
-def _call(given: Operands, implementation: str | None) -> tuple[Array, Array | None, Array]:
+def _call(attend: Callable, given: Operands) -> tuple[Array, Array | None, Array]:
     rotation = None if given.angles is None else Rotation(given.angles[0], given.angles[1], HEAD_DIM // 2)
-    scale = HEAD_DIM**-0.5
-    if implementation == "reference":
-        return reference.latent_decode(given.q, given.stored, scale, given.window, rotation)
-    return api.latent_decode(given.q, given.stored, scale, given.window, rotation, implementation)  # type: ignore[arg-type]
+    return attend(given.q, given.stored, HEAD_DIM**-0.5, given.window, rotation)

@@ -17,7 +17,7 @@ from jax import Array
 from tqdm.auto import tqdm
 
 from hla_jax.attention.hla import HLA
-from hla_jax.attention.scheme import Attention, Cache, run_passes
+from hla_jax.attention.scheme import Attention, Cache
 from hla_jax.config import OuroConfig
 from hla_jax.evaluation.estimates import Estimate
 from hla_jax.evaluation.markdown import table
@@ -143,9 +143,8 @@ def _decoded_hidden(
     _, cache = decode.prefill_hidden(params, config, attention, prompt, lengths, length)
 
     def one(cache: Cache, token: Int[Array, " B"]) -> tuple[Cache, Float[Array, "B d"]]:
-        transform = attention.scheme.decode(config, attention.params, cache, attention.implementation)
-        hidden, cache = run_passes(params, config, token[:, None], transform)
-        return cache, hidden[:, 0]
+        hidden, cache = decode.step_hidden(params, config, attention, cache, token)
+        return cache, hidden
 
     return jnp.moveaxis(jax.lax.scan(one, cache, tokens[:, prompt_length:].T)[1], 0, 1)
 

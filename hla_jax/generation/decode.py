@@ -70,9 +70,17 @@ def step(
     params: ouro.Params, config: OuroConfig, attention: Attention, cache: Cache, tokens: Int[Array, " B"]
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Decodes one token of every sequence through the cache. Returns the logits of the next one."""
+    hidden, cache = step_hidden(params, config, attention, cache, tokens)
+    return jax.lax.platform_dependent(params, hidden, cuda=_logits_beside_zeros, default=ouro.logits), cache
+
+
+def step_hidden(
+    params: ouro.Params, config: OuroConfig, attention: Attention, cache: Cache, tokens: Int[Array, " B"]
+) -> tuple[Float[Array, "B d"], Cache]:
+    """As `step`, but returns the last loop's hidden states."""
     transform = attention.scheme.decode(config, attention.params, cache, attention.implementation)
     hidden, cache = run_passes(params, config, tokens[:, None], transform)
-    return jax.lax.platform_dependent(params, hidden[:, 0], cuda=_logits_beside_zeros, default=ouro.logits), cache
+    return hidden[:, 0], cache
 
 
 def _logits_beside_zeros(params: ouro.Params, hidden: Float[Array, "B d"]) -> Float[Array, "B V"]:
