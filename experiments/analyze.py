@@ -15,17 +15,16 @@ import dataclasses
 import datetime
 import pathlib
 import platform
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 import hla_jax
-from experiments import launch
+from experiments import command_line, launch
 from hla_jax import attention_files, tensor_files
 from hla_jax.analysis.analyses import ANALYSES, Settings, Subject
 from hla_jax.analysis.divergence import RANGES
@@ -37,11 +36,8 @@ from hla_jax.banner import banner
 from hla_jax.config import ConfigError, OuroConfig, read_json
 from hla_jax.data import pipeline
 from hla_jax.data.pipeline import STANDARD_LIBRARY, SYNTHETIC, Source
-from hla_jax.data.streams import DataError
 from hla_jax.model import Model
 from hla_jax.recipes.workdir import claim
-from hla_jax.tensor_files import WeightsError
-from hla_jax.tokenizer import TokenizerError
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -60,8 +56,6 @@ _RANKS = flags.DEFINE_list("hla", None, "Of closed-form maps: rank_k,rank_v,rank
 _WINDOW = flags.DEFINE_integer("window", 0, "Of closed-form maps.", lower_bound=0)
 _QUERIES = flags.DEFINE_integer("queries", 32, "Positions of each sequence in `divergence`.", lower_bound=1)
 _RANGES = flags.DEFINE_list("ranges", [str(start) for start in RANGES], "First distance of each range.")
-
-_MISTAKES = (ConfigError, DataError, SchemeError, TokenizerError, WeightsError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,14 +96,8 @@ class Job:
         return common, {"ridge": {"penalty": settings.penalty}, "divergence": split}
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-    try:
-        page = run(from_flags(), chosen(_WHAT.value), launch.workdir(), launch.title())
-        print(f"page: {page}")
-    except _MISTAKES as error:
-        sys.exit(f"error: {error}")
+def main() -> None:
+    print(f"page: {run(from_flags(), chosen(_WHAT.value), launch.workdir(), launch.title())}")
 
 
 def run(job: Job, names: Sequence[str], workdir: pathlib.Path, title: str) -> pathlib.Path:
@@ -150,10 +138,10 @@ def run(job: Job, names: Sequence[str], workdir: pathlib.Path, title: str) -> pa
 
 def from_flags() -> Job:
     """The job of the command line. Raises `ConfigError` for impossible values."""
-    starts = whole_numbers("ranges", _RANGES.value)
+    starts = command_line.whole_numbers("ranges", _RANGES.value)
     if not starts or starts[0] != 0 or list(starts) != sorted(set(starts)):
         raise ConfigError(f"--ranges: must start at 0 and grow, found {','.join(map(str, starts))}")
-    ranks = whole_numbers("hla", _RANKS.value) if _RANKS.value else None
+    ranks = command_line.whole_numbers("hla", _RANKS.value) if _RANKS.value else None
     if ranks and len(ranks) != 3:
         raise ConfigError(f"--hla: expected rank_k,rank_v,rank_loop1, found {','.join(map(str, ranks))}")
     if _MAPS.value and (ranks or _WINDOW.value):
@@ -178,13 +166,6 @@ def chosen(what: Sequence[str]) -> list[str]:
     if unknown := sorted(set(what) - {"all", *ANALYSES}):
         raise ConfigError(f"--what: no analysis {', '.join(unknown)}; there are all, {', '.join(ANALYSES)}")
     return [name for name in ANALYSES if name in what or "all" in what]
-
-
-def whole_numbers(flag: str, values: list[str]) -> tuple[int, ...]:
-    """A list flag's numbers. Raises `ConfigError` for anything else."""
-    if not all(value.strip().isdigit() for value in values):
-        raise ConfigError(f"--{flag}: expected whole numbers separated by commas, found {','.join(values)}")
-    return tuple(map(int, values))
 
 
 def result_file(workdir: pathlib.Path, name: str) -> pathlib.Path:
@@ -239,4 +220,4 @@ def write(job: Job, config: OuroConfig, workdir: pathlib.Path) -> pathlib.Path:
 
 if __name__ == "__main__":
     flags.mark_flag_as_required("workdir")
-    app.run(main)
+    command_line.run(main)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from absl import app, flags
 
 import hla_jax
+from experiments import command_line
 from experiments.random_checkpoint import SIZES
 from hla_jax import tensor_files
 from hla_jax.analysis import figures
@@ -65,7 +66,7 @@ _LONG = flags.DEFINE_integer(
     "long_context", None, "Also LLA, absorbed and rebuilding, at so many tokens, in one layer."
 )
 _SCHEMES = flags.DEFINE_multi_enum("schemes", None, NAMES, "Only these; the full cache always.")
-_IMPLEMENTATION = flags.DEFINE_string("implementation", None, "Of kernels.latent_decode; by default by platform.")
+_IMPLEMENTATION = flags.DEFINE_enum("implementation", None, api.NAMES, "By default by platform.")
 _BATCH = flags.DEFINE_integer("batch", 1, "Sequences decoded together.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 8, "Tokens timed at once.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Repetitions, of which the median counts.", lower_bound=1)
@@ -73,9 +74,7 @@ _THROUGHPUT = flags.DEFINE_list("throughput", [], "Contexts at which the batch g
 _MEMORY = flags.DEFINE_float("memory_gib", None, "Of the capacity; by default what the device has.")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+def main() -> None:
     if (_MODEL.value is None) == (_SHAPES.value is None):
         raise app.UsageError("give one of --model and --shapes")
     if _LAYERS.value and not _SHAPES.value:
@@ -86,7 +85,7 @@ def main(argv: list[str]) -> None:
     full_size, model = load(dtype)
     chosen = {FULL, *(_SCHEMES.value or NAMES)}
     schemes = {name: one for name, one in attentions(model, dtype).items() if name in chosen}
-    contexts = [int(context) for context in _CONTEXTS.value]
+    contexts = list(command_line.whole_numbers("contexts", _CONTEXTS.value))
     settings: dict[str, Any] = dict(batch=_BATCH.value, new_tokens=_TOKENS.value, rounds=_ROUNDS.value)
     kernels = attention in implementations.PLATFORMS
     speeds = speed.decode_speed(model, schemes, contexts, **settings, kernels=kernels)
@@ -133,7 +132,7 @@ def main(argv: list[str]) -> None:
                     speed.doubling(cost.capacity(model.config, one.scheme, context, memory, dtype)),
                     kernels=kernels,
                 )
-                for context in map(int, _THROUGHPUT.value)
+                for context in command_line.whole_numbers("throughput", _THROUGHPUT.value)
             }
             for name, one in schemes.items()
         }
@@ -271,4 +270,4 @@ def long_reading(config: OuroConfig, context: int, dtype: str, settings: dict[st
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

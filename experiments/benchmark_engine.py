@@ -23,10 +23,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 from tqdm.auto import tqdm
 
 import hla_jax
+from experiments import command_line
 from experiments.measure_decode import paper_hla
 from hla_jax import tensor_files
 from hla_jax.attention.scheme import Attention
@@ -52,9 +53,7 @@ _DISPATCH = flags.DEFINE_integer("tokens_per_dispatch", 8, "Of the engine.", low
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Repetitions, of which the median counts.", lower_bound=1)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+def main() -> None:
     dtype = _DTYPE.value or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     attention, reason = api.choose(None)
     print(banner("benchmark_engine", dtype=dtype, dtype_reason="--dtype", attention=attention, attention_reason=reason))
@@ -153,4 +152,4 @@ def row(name: str, found: dict[str, Any], tokens: int) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -20,11 +20,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
+from experiments import command_line
 from experiments.processes import in_fresh_process, memory
 from hla_jax import tensor_files
 from hla_jax.banner import banner
+from hla_jax.evaluation.markdown import table
 from hla_jax.kernels import implementations
 from hla_jax.kernels.attention_match import Fitted, Fixed, api
 
@@ -103,15 +105,7 @@ def draw(layer: Layer, tokens: int, queries: int) -> tuple[Fitted, Fixed, jax.Ar
     return fitted, fixed, index, jnp.full((1, queries), 1 / queries, jnp.float32)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table."""
-    cells = [[str(row.get(column, "-")) for column in COLUMNS] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [COLUMNS, ["---"] * len(COLUMNS), *cells])
-
-
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+def main() -> None:
     chosen, reason = api.choose()
     print(
         banner("benchmark_match", dtype=_DTYPE.value, dtype_reason="--dtype", attention=chosen, attention_reason=reason)
@@ -145,8 +139,8 @@ def main(argv: list[str]) -> None:
         found = {"layer": dataclasses.asdict(layer), "platform": implementations.platform(), "match": rows}
         tensor_files.write_json(workdir / ".match.json.partial", found)
         os.replace(workdir / ".match.json.partial", workdir / "match.json")
-    print(table(rows))
+    print("\n".join(table(COLUMNS, [[str(row.get(column, "-")) for column in COLUMNS] for row in rows])))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

@@ -1,4 +1,4 @@
-"""What every experiment's `main` shares: a config file with overrides, a work directory, readable errors.
+"""What every experiment's `main` shares: a config file with overrides, and a work directory.
 
     from experiments import launch
     config = launch.read_config(UptrainJob)        # the frozen dataclass, with --config.field=value applied
@@ -15,34 +15,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import dacite
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 
-from hla_jax.attention.scheme import SchemeError
+from experiments import command_line
 from hla_jax.config import ConfigError
-from hla_jax.data.streams import DataError
-from hla_jax.serving.export import ExportError
-from hla_jax.tensor_files import WeightsError
-from hla_jax.tokenizer import TokenizerError
-from hla_jax.training.checkpoints import CheckpointError
-from hla_jax.training.loop import TrainingError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/nano_hla.py.")
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder for everything the run leaves; the same one resumes a stopped run."
 )
 
-_USER_ERRORS = (
-    SchemeError,
-    ConfigError,
-    DataError,
-    ExportError,
-    WeightsError,
-    TokenizerError,
-    CheckpointError,
-    TrainingError,
-    FileExistsError,
-)
 T = TypeVar("T")
 
 
@@ -66,17 +49,6 @@ def title() -> str:
 
 
 def run(main: Callable[[], Any]) -> None:
-    """Parses the flags and runs `main`; a mistake of the user's becomes one line and exit code 1, not a traceback."""
-
-    def checked(argv: list[str]) -> None:
-        # Orbax reports every file that it writes.
-        logging.set_verbosity(logging.WARNING)
-        if len(argv) > 1:
-            raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
-        try:
-            main()
-        except _USER_ERRORS as error:
-            sys.exit(f"error: {error}")
-
+    """`command_line.run` of a command that needs a config and a work directory."""
     flags.mark_flags_as_required(["config", "workdir"])
-    app.run(checked)
+    command_line.run(main)

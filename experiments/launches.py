@@ -8,9 +8,13 @@ See `hla_jax/evaluation/offline.py` for what must be installed. `--names` lists 
 
 from __future__ import annotations
 
+import pathlib
+
 from absl import app, flags
 
+from experiments import command_line
 from experiments.random_checkpoint import SIZES
+from hla_jax.config import ConfigError
 from hla_jax.evaluation import offline
 from hla_jax.evaluation.markdown import table
 from hla_jax.evaluation.schemes import FULL, HLA_PAPER, LLA_ABSORBED, papers_schemes
@@ -24,11 +28,11 @@ _BATCH = flags.DEFINE_integer("batch", 1, "Sequences.", lower_bound=1)
 _NAMES = flags.DEFINE_bool("names", False, "List the kernels.")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+def main() -> None:
     if (_TPU.value is None) == (_GPU.value is None):
         raise app.UsageError("give one of --tpu and --gpu")
+    if _GPU.value and not pathlib.Path(_GPU.value).is_file():
+        raise ConfigError(f"--gpu: {_GPU.value}: no such file")
     device = offline.tpu(_TPU.value) if _TPU.value else offline.gpu(str(_GPU.value), _CAPABILITY.value)
     rows = []
     config = SIZES[_SHAPES.value]
@@ -46,4 +50,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

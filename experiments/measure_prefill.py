@@ -28,6 +28,7 @@ import hla_jax
 from experiments.processes import in_fresh_process, memory
 from hla_jax.attention.scheme import Attention
 from hla_jax.config import OuroConfig
+from hla_jax.evaluation import markdown
 from hla_jax.generation import decode
 from hla_jax.models import weights
 
@@ -80,8 +81,7 @@ def measure(config: OuroConfig, plan_only: bool, scheme: str, tokens: int) -> di
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
     columns = [column for column in COLUMNS if column in rows[0]]
-    lines = [columns, ["---"] * len(columns), *([row[column] for column in columns] for row in rows)]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return "\n".join(markdown.table(columns, [[str(row[column]) for column in columns] for row in rows]))
 
 
 def draw_figure(rows: list[dict[str, Any]], path: pathlib.Path) -> None:

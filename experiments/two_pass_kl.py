@@ -14,9 +14,10 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from absl import app, flags
+from absl import flags
 
 import hla_jax
+from experiments import command_line
 from hla_jax import tensor_files
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention
@@ -49,9 +50,7 @@ def attention_of(model: hla_jax.Model) -> Attention:
     return hla_jax.calibrate(model, scheme, rows)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+def main() -> None:
     workdir = pathlib.Path(_WORKDIR.value)
     workdir.mkdir(parents=True, exist_ok=True)
     model = hla_jax.load(_MODEL.value, "float32")
@@ -79,4 +78,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run(main)

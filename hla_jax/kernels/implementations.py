@@ -40,7 +40,7 @@ def choose(
     if requested in (REFERENCE, plain):
         return requested, "as asked for"
     if requested not in cannot:
-        raise ValueError(f"{operation}: no implementation {requested!r}; there are {[REFERENCE, *cannot]}")
+        raise ValueError(f"{operation}: no implementation {requested!r}; there are {[REFERENCE, plain, *cannot]}")
     if PLATFORMS[requested] != here:
         raise ValueError(f"{operation}: {requested} runs on a {PLATFORMS[requested]}, this is a {here}")
     if problem := cannot[requested]:

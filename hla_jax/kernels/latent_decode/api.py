@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
+_KERNELS = ("pallas_tpu", "triton_gpu")
+NAMES = (implementations.REFERENCE, "blockwise", *_KERNELS)
+
+
 @overload
 def latent_decode(
     q: Array,
@@ -85,7 +89,7 @@ def choose(
         problem = "reads all tokens up to the length, and these are masked"
     elif stored is not None and stored.keys.dtype not in (jnp.bfloat16, jnp.float32):
         problem = f"takes bfloat16 and float32, and the cache is {stored.keys.dtype}"
-    cannot: dict[str, str | None] = dict.fromkeys(("pallas_tpu", "triton_gpu"), problem)
+    cannot: dict[str, str | None] = dict.fromkeys(_KERNELS, problem)
     if stored is not None and problem is None and implementations.platform() == "tpu":
         from hla_jax.kernels.latent_decode import pallas_tpu
 
