@@ -43,7 +43,7 @@ def comparison(model: str, config: OuroConfig) -> ml_collections.ConfigDict:
         cells=tuple(cells(config, window=128, budget=1024, on_policy=(4, 32 / 3))),
         calibration=Calibration(sequences=255, tokens=1024),
         distill=distillation(DISTILL_STEPS, 3e-4, min_tokens=64),
-        uptrain=UPTRAIN,
+        uptrain=dataclasses.replace(UPTRAIN, long=None),
         on_policy=OnPolicyConfig(refined, prompt=256),
         evaluation=EvaluationConfig(
             sequences=32,

@@ -33,5 +33,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.uptrain.batches = dataclasses.asdict(BatchConfig(batch_size=1, length=LENGTH))
     config.uptrain.optimizer = dataclasses.asdict(OptimizerConfig(peak_learning_rate=1e-3, total_steps=1))
     config.uptrain.loop = dataclasses.asdict(LoopConfig(steps=1))
-    config.uptrain.micro_batches = config.uptrain.held_out_batches = 1
+    config.uptrain.micro_batches = config.uptrain.held_out_batches = config.uptrain.lanes = 1
+    config.uptrain.long = config.phase2 = config.mesh = None
     return config

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import app, logging
 
-from hla_jax.attention.scheme import SchemeError
+from hla_jax.attention import registry
+from hla_jax.attention.scheme import Scheme, SchemeError
 from hla_jax.config import ConfigError
 from hla_jax.data.streams import DataError
+from hla_jax.evaluation.task import TaskError
 from hla_jax.serving.export import ExportError
 from hla_jax.tensor_files import WeightsError
 from hla_jax.tokenizer import TokenizerError
@@ -21,6 +24,7 @@ _USER_ERRORS = (
     SchemeError,
     ConfigError,
     DataError,
+    TaskError,
     ExportError,
     WeightsError,
     TokenizerError,
@@ -51,3 +55,24 @@ def whole_numbers(flag: str, values: Sequence[str]) -> tuple[int, ...]:
     if not all(value.strip().isdigit() for value in values):
         raise ConfigError(f"--{flag}: expected whole numbers separated by commas, found {','.join(values)}")
     return tuple(map(int, values))
+
+
+def scheme(flag: str, text: str) -> Scheme:
+    """A cache scheme, written as its class is called: `HLA(rank_k=512, rank_v=512, rank_loop1=256, window=128)`.
+
+    Raises:
+      ConfigError: it is something else; `SchemeError` where the fields are not the scheme's.
+    """
+    kinds = {kind.__name__: name for name, kind in registry.SCHEMES.items()}
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError
+        entry = f"{kinds[call.func.id]}_config"
+        fields = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError, KeyError):
+        raise ConfigError(
+            f"--{flag}: expected one of {', '.join(kinds)} with its fields by name, such as "
+            f"LLA(rank_k=96, rank_v=160); found {text}"
+        ) from None
+    return registry.from_entries({entry: fields})

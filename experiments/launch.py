@@ -10,12 +10,15 @@ fields.
 from __future__ import annotations
 
 import pathlib
+import shlex
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import dacite
+import jax
 from absl import flags
+from jax.sharding import AxisType, Mesh
 from ml_collections import config_flags
 
 from experiments import command_line
@@ -24,6 +27,10 @@ from hla_jax.config import ConfigError
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/nano_hla.py.")
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder for everything the run leaves; the same one resumes a stopped run."
+)
+
+_MULTIHOST = flags.DEFINE_bool(
+    "multihost", False, "This is one of several processes (TPU pod slice, SLURM, MPI, Kubernetes): find the others."
 )
 
 T = TypeVar("T")
@@ -37,6 +44,11 @@ def read_config(kind: type[T]) -> T:
         raise ConfigError(f"--config: {error}") from None
 
 
+def has_config() -> bool:
+    """Whether the command line names a config file."""
+    return _CONFIG.value is not None
+
+
 def workdir() -> pathlib.Path:
     """The run's work directory."""
     return pathlib.Path(str(_WORKDIR.value))
@@ -45,10 +57,22 @@ def workdir() -> pathlib.Path:
 def title() -> str:
     """The command, as it was given, for banners and reports."""
     module = pathlib.Path(sys.argv[0]).stem
-    return " ".join([f"python -m experiments.{module}", *sys.argv[1:]])
+    return shlex.join(["python", "-m", f"experiments.{module}", *sys.argv[1:]])
+
+
+def devices() -> Mesh | None:
+    """All devices side by side: each has the whole model and reads its part of the rows. None for a single one."""
+    count = jax.device_count()
+    return jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,)) if count > 1 else None
 
 
 def run(main: Callable[[], Any]) -> None:
     """`command_line.run` of a command that needs a config and a work directory."""
     flags.mark_flags_as_required(["config", "workdir"])
-    command_line.run(main)
+
+    def started() -> None:
+        if _MULTIHOST.value:
+            jax.distributed.initialize()
+        main()
+
+    command_line.run(started)

@@ -17,25 +17,27 @@ from typing import Any
 import huggingface_hub
 import huggingface_hub.errors
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from hla_jax import tensor_files
+from hla_jax import sharding, tensor_files
 from hla_jax.config import read_json
 from hla_jax.tensor_files import PendingTensor, WeightsError
 
-SCHEMES = ("hla", "lla", "head_latent", "layer_latent", "low_bit", "shared_loop")
+SCHEMES = ["hla", "lla", "head_latent", "layer_latent", "low_bit", "shared_loop"]
+"""Whose maps and entries are looked for; `attention.registry.register` adds to them."""
 EVICTION = "eviction_config"
 BASE = "base_model"
 
-_MAP = re.compile(rf"model\.layers\.\d+\.self_attn\.({'|'.join(SCHEMES)})\.\w+")
+_MAP = re.compile(r"model\.layers\.\d+\.self_attn\.(\w+)\.\w+")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def is_map(tensor: str) -> bool:
     """Whether a tensor is an attention scheme's rather than the model's."""
-    return _MAP.fullmatch(tensor) is not None
+    found = _MAP.fullmatch(tensor)
+    return found is not None and found[1] in SCHEMES
 
 
 def map_names(scheme: str, name: str, num_layers: int) -> list[str]:
@@ -126,15 +128,17 @@ def load_maps(
     num_layers: int,
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
+    axes: Mapping[str, sharding.Axes] | None = None,
 ) -> dict[str, Array]:
     """Reads the maps of an attention scheme, stacked over layers.
 
     Args:
       path: a directory, or one safetensors file.
-      scheme: one of `SCHEMES`.
+      scheme: its name, as in `SCHEMES`.
       shapes: each map's shape in one layer.
       dtype: to convert to; None keeps what is stored.
-      mesh: devices that each get a copy. None: the default device.
+      mesh: devices to spread the maps over, each reading its own part. None: the default device.
+      axes: logical axes of each map of one layer; a map without is whole on every device.
 
     Returns:
       name -> [L, *shape].
@@ -145,12 +149,12 @@ def load_maps(
     stored = {name: tensor for name, tensor in tensor_files.open_tensors(path).items() if is_map(name)}
     names = {name: map_names(scheme, name, num_layers) for name in shapes}
     tensor_files.check_names(path, stored, [tensor for stack in names.values() for tensor in stack])
-    sharding = NamedSharding(mesh, PartitionSpec()) if mesh else None
     maps = {}
     for name, shape in shapes.items():
         sources = [stored[tensor] for tensor in names[name]]
         held = tensor_files.common_dtype(sources, tuple(shape), dtype)
-        maps[name] = tensor_files.read_array(sources, True, held, sharding)
+        placed = sharding.maps(shapes, axes or {}, num_layers, mesh)[name] if mesh else None
+        maps[name] = tensor_files.read_array(sources, True, held, placed)
     return maps
 
 

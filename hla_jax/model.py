@@ -21,8 +21,9 @@ from hla_jax import tokenizer as tokenizers
 from hla_jax.attention import registry
 from hla_jax.attention.full import FullCache, exact_stages
 from hla_jax.attention.scheme import Attention, run_passes
-from hla_jax.config import OuroConfig
+from hla_jax.config import OuroConfig, read_json
 from hla_jax.models import ouro, weights
+from hla_jax.tensor_files import WeightsError
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -74,7 +75,7 @@ def load(
     Args:
       path_or_hub_id: a directory (plain, merged or maps-only), or "owner/name".
       dtype: of the weights in memory; None keeps what is stored. Maps keep their own dtype.
-      mesh: devices to spread the weights over (`models.weights.AXIS_RULES`); None is the default device.
+      mesh: devices to spread the weights over (`sharding.RULES`); None is the default device.
 
     Raises:
       ConfigError, WeightsError, SchemeError: a file is missing, damaged or contradicts another; the message names it.
@@ -86,13 +87,34 @@ def load(
     return Model(config, params, _load_attention(directory, config, mesh), directory)
 
 
+def load_attention(path_or_hub_id: str | os.PathLike[str], model: Model, mesh: Mesh | None = None) -> Attention:
+    """The cache scheme of an export, with its maps, for a model that is loaded already.
+
+    Raises:
+      WeightsError, SchemeError: as `load`; or the export has the maps of another model.
+    """
+    directory = attention_files.local_directory(path_or_hub_id)
+    entry = read_json(directory / "config.json").get(attention_files.BASE)
+    if entry is None:
+        fits = OuroConfig.from_directory(directory) == model.config
+    elif model.path is not None and isinstance(entry, dict):
+        fits = attention_files.fingerprint(attention_files.base_directory(model.path)) == entry.get("sha256")
+    else:
+        fits = False
+    if not fits:
+        raise WeightsError(f"{directory}: these maps belong to another model than {model.path}")
+    return _load_attention(directory, model.config, mesh)
+
+
 def _load_attention(directory: pathlib.Path, config: OuroConfig, mesh: Mesh | None) -> Attention:
     scheme = registry.from_entries(attention_files.read_attention(directory))
     scheme.check(config)
     shapes = scheme.map_shapes(config)
     if not shapes:
         return Attention(scheme)
-    maps = attention_files.load_maps(directory, scheme.interchange, shapes, config.num_layers, mesh=mesh)
+    maps = attention_files.load_maps(
+        directory, scheme.interchange, shapes, config.num_layers, mesh=mesh, axes=scheme.map_axes()
+    )
     return Attention(scheme, maps)
 
 

@@ -97,7 +97,8 @@ def common_dtype(sources: Sequence[StoredTensor], shape: tuple[int, ...], dtype:
     """The dtype in which tensors that must all have this shape are held: `dtype`, or the one they are stored in.
 
     Raises:
-      WeightsError: a tensor has another shape or no floating-point dtype, or `dtype` is None and they differ.
+      WeightsError: a tensor has another shape or no floating-point dtype, `dtype` is no such dtype, or it is None and
+        they differ.
     """
     for source in sources:
         where = f"{source.file}: tensor {source.name}"
@@ -110,7 +111,12 @@ def common_dtype(sources: Sequence[StoredTensor], shape: tuple[int, ...], dtype:
                 f"{where}: expected dtype {sources[0].dtype} like {sources[0].name}, "
                 f"found {source.dtype}; give a dtype to convert to"
             )
-    held = jnp.dtype(_FLOATS[sources[0].dtype] if dtype is None else dtype)
+    try:
+        held = jnp.dtype(_FLOATS[sources[0].dtype] if dtype is None else dtype)
+    except TypeError:  # not a dtype's name
+        held = np.dtype(object)
+    if held.name not in _FLOATS.values():
+        raise WeightsError(f"dtype must be one of {', '.join(_FLOATS.values())}, found {dtype!r}")
     if jax.dtypes.canonicalize_dtype(held) != held:
         raise WeightsError(
             f"{sources[0].file}: tensor {sources[0].name}: float64 needs jax_enable_x64; "
@@ -218,6 +224,12 @@ def new_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
         partial.unlink(missing_ok=True)
 
 
+def check_new(directory: pathlib.Path) -> None:
+    """Raises `FileExistsError` where there is something else than an empty directory."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise FileExistsError(f"{directory}: exists and is not empty")
+
+
 @contextlib.contextmanager
 def new_directory(directory: str | os.PathLike[str], replace: bool = False) -> Iterator[pathlib.Path]:
     """Yields a temporary sibling of `directory` to fill, then renames it into place; an error leaves nothing of it.
@@ -226,8 +238,8 @@ def new_directory(directory: str | os.PathLike[str], replace: bool = False) -> I
       FileExistsError: `directory` exists, is not an empty directory, and `replace` is false.
     """
     directory = pathlib.Path(directory).absolute()
-    if not replace and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise FileExistsError(f"{directory}: exists and is not empty")
+    if not replace:
+        check_new(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target, so that a rename suffices; all in one place, so that a crash leaves one thing to delete.
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))

@@ -11,6 +11,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+import huggingface_hub
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hla_jax.config import OuroConfig, read_json, token_ids
@@ -27,7 +28,8 @@ CHATML_TEMPLATE = (
 """ChatML with the default system message of Ouro's releases, for checkpoints that bring no template of their own."""
 
 _FILE = "tokenizer.json"
-_TURN_TOKENS = ("<|im_start|>", "<|im_end|>")
+_HUB_FILES = [_FILE, "tokenizer_config.json", "special_tokens_map.json"]
+TURN_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 
 class TokenizerError(ValueError):
@@ -70,9 +72,24 @@ def load_tokenizer(
         raise TokenizerError(f"{file}: has ids up to {largest}, but config.json has vocab_size {config.vocab_size}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
-    if tokenizer.chat_template is None and all(token in tokenizer.get_vocab() for token in _TURN_TOKENS):
+    if tokenizer.chat_template is None and all(token in tokenizer.get_vocab() for token in TURN_TOKENS):
         tokenizer.chat_template = CHATML_TEMPLATE
     return tokenizer
+
+
+def tokenizer_of(path_or_hub_id: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or of a hub repository "owner/name", of which only its files are fetched.
+
+    Raises:
+      TokenizerError: as `load_tokenizer`, or the hub does not give it.
+    """
+    directory = pathlib.Path(path_or_hub_id)
+    if not directory.is_dir():
+        try:
+            directory = pathlib.Path(huggingface_hub.snapshot_download(path_or_hub_id, allow_patterns=_HUB_FILES))
+        except Exception as error:  # of the hub, http, the network
+            raise TokenizerError(f"{path_or_hub_id}: no such directory, and as a hub id: {error}") from error
+    return load_tokenizer(directory)
 
 
 def stop_tokens(config: OuroConfig, directory: str | os.PathLike[str] | None) -> tuple[int, ...]:

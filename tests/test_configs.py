@@ -7,10 +7,11 @@ import dacite
 import pytest
 
 import hla_jax
+from hla_jax.analysis.bench import Sweeps
 from hla_jax.attention import registry
 from hla_jax.config import OURO_1P4B, OURO_2P6B, OuroConfig
 from hla_jax.evaluation.comparison import bytes_of
-from hla_jax.recipes import compare
+from hla_jax.recipes import compare, finetune, native
 from hla_jax.recipes.compare import Comparison
 from hla_jax.recipes.uptrain import Job
 
@@ -30,6 +31,25 @@ def test_real_models(name, model):
     job.scheme.check(model)
     numbers = sum(size[-1] for size in job.scheme.token_shapes(model).values())
     assert 2 * model.num_loops * model.num_kv_heads * model.head_dim / numbers == pytest.approx(10.67, abs=0.01)
+
+
+def test_the_papers_recipe():
+    """HLA, section 4.1 and appendix C."""
+    job = read("ouro_1p4b_hla")
+    phases = (job.uptrain, job.phase2)
+    assert [phase.loop.steps for phase in phases] == [1000, 200]
+    assert [phase.optimizer.total_steps for phase in phases] == [1000, 200]
+    rates = [(p.optimizer.peak_learning_rate, p.optimizer.warmup_steps, p.optimizer.final_fraction) for p in phases]
+    assert rates == [(1e-3, 50, 0.1), (3e-4, 10, 0.1)]
+    for phase in phases:
+        assert [source.weight for source in phase.sources] == [3, 2]
+        assert (phase.batches.batch_size, phase.batches.min_tokens, phase.batches.length) == (128, 64, 2048)
+        assert (phase.shift.fraction, phase.shift.max_chunks, phase.shift.max_distance) == (0.75, 4, 16_384)
+        optimizer = phase.optimizer
+        assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay, optimizer.clip_norm) == (0.9, 0.95, 0.01, 1.0)
+        assert (phase.long.length, phase.long.queries) == (16_384, 1024)
+        assert [source.weight for source in phase.long.sources] == [983, 967]
+    assert [phase.rows() for phase in phases] == [{"short": 128}, {"short": 128, "long": 8}]
 
 
 def test_nano():
@@ -57,6 +77,33 @@ def test_comparisons(name, model, tmp_path):
             assert cell.name in {"full cache", "8 bits", "4 bits", "2 bits", "eviction", "LLA 4x and eviction"}
     assert job.distill.optimizer.total_steps == job.distill.loop.steps
     assert job.on_policy.distill.optimizer.total_steps == job.on_policy.distill.loop.steps
+
+
+@pytest.mark.parametrize(
+    ("name", "model"), [("nano_sweeps", OuroConfig.from_directory(hla_jax.NANO)), ("ouro_1p4b_sweeps", OURO_1P4B)]
+)
+def test_sweeps(name, model):
+    sweeps = read(name, Sweeps)
+    sweeps.check(model, tokens=512 if name == "nano_sweeps" else 2048)
+    assert bytes_of(model, sweeps.scheme, context=2048).ratio == pytest.approx(10.67, abs=0.01)
+    assert bytes_of(model, sweeps.lla, context=2048).ratio == 4
+    assert sweeps.scheme.window in sweeps.windows
+    assert sweeps.lla in sweeps.passkey.schemes
+    for training in (sweeps.uptrain, sweeps.shifted.uptrain, sweeps.distill):
+        assert training.optimizer.total_steps == training.loop.steps
+
+
+@pytest.mark.parametrize("name", ["nano_finetune", "ouro_1p4b_finetune"])
+def test_fine_tuning(name):
+    job = read(name, finetune.Job)
+    assert job.finetune.optimizer.total_steps == job.finetune.loop.steps
+    assert job.evaluation.longest <= max(job.finetune.batches.lengths)
+
+
+def test_native():
+    job = read("nano_native", native.Job)
+    job.scheme.check(job.recipe.model)
+    assert sum(stage.steps for stage in job.standard.stages) + job.uptrain.total_steps == 610
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("[a-z]*.py")), ids=lambda path: path.stem)

@@ -10,9 +10,9 @@ import pytest
 import hla_jax
 
 ROOT = pathlib.Path(hla_jax.__file__).parent
-EXTRAS = ("dacite", "hypothesis", "jaxtyping", "matplotlib", "ml_collections", "tensorboardX")
+EXTRAS = ("dacite", "hypothesis", "jaxtyping", "lm_eval", "math_verify", "matplotlib", "ml_collections", "tensorboardX")
 FLOORS = (
-    ("compat", "config", "tensor_files", "attention_files", "tokenizer", "banner"),
+    ("compat", "config", "sharding", "tensor_files", "attention_files", "tokenizer", "banner"),
     ("kernels", "models"),
     ("attention",),
     ("model",),

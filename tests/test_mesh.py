@@ -1,47 +1,142 @@
-"""On eight (virtual) devices with the weights spread over them, everything computes what one device computes."""
+"""On eight (virtual) devices everything lies where the table says, and computes what one device computes."""
 
-import os
-import pathlib
-import subprocess
-import sys
+import pytest
 
-TESTS = pathlib.Path(__file__).parent
-SCRIPT = """
-import jax, numpy as np
-from jax.sharding import AxisType
-import hla_jax
-from hla_jax.models import weights
-from hla_jax.training import uptrain
-from tiny import tiny_config, tiny_params, tiny_tokens
+from eight_devices import on_eight_devices
 
-config = tiny_config(num_heads=8, num_kv_heads=8)
-directory = sys.argv[1]
-weights.save_params(tiny_params(config), config, directory)
-mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
-one, many = hla_jax.load(directory, "float32"), hla_jax.load(directory, "float32", mesh)
-assert len(many.params["layers"]["q_proj"].sharding.device_set) == 8
-assert many.params["layers"]["q_proj"].addressable_shards[0].data.shape[1] == config.head_dim
 
-tokens = tiny_tokens(config, 2, 20)
-scheme = hla_jax.HLA(16, 16, 8, window=3)
-batch = {"tokens": tokens, "positions": np.broadcast_to(np.arange(20), (2, 20)), "segments": np.ones((2, 20), np.int32)}
+@pytest.mark.long
+def test_the_model_under_tensor_parallelism(tmp_path):
+    """Weights over the heads alone, without `jax.set_mesh`: what serving does."""
+    on_eight_devices(
+        """
+        import jax, numpy as np
+        import hla_jax
+        from hla_jax.models import weights
+        from jax.sharding import AxisType
+        from tiny import tiny_config, tiny_params, tiny_tokens
 
-def everything(model):
-    attention = hla_jax.calibrate(model, scheme, np.asarray(tokens))
-    loss = jax.jit(jax.value_and_grad(uptrain.make_loss(scheme, config), has_aux=True))
-    (value, _), gradient = loss(attention.params, batch, None, model.params)
-    logits = hla_jax.forward(model, tokens)
-    return logits, hla_jax.decode_forced(model, tokens, 6, attention), value, jax.tree.map(np.linalg.norm, gradient)
+        config = tiny_config(num_heads=8, num_kv_heads=8)
+        weights.save_params(tiny_params(config), config, sys.argv[1])
+        mesh = jax.make_mesh((8,), ("tensor",), axis_types=(AxisType.Auto,))
+        one, many = hla_jax.load(sys.argv[1], "float32"), hla_jax.load(sys.argv[1], "float32", mesh)
+        assert many.params["layers"]["q_proj"].addressable_shards[0].data.shape[1] == config.head_dim
 
-jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4), everything(many), everything(one))
+        tokens = tiny_tokens(config, 2, 20)
+
+        def everything(model):
+            attention = hla_jax.calibrate(model, hla_jax.HLA(16, 16, 8, window=3), np.asarray(tokens))
+            return hla_jax.forward(model, tokens), hla_jax.decode_forced(model, tokens, 6, attention)
+
+        same = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4)
+        jax.tree.map(same, everything(many), everything(one))
+        """,
+        tmp_path / "model",
+    )
+
+
+STEP = """
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.sharding import PartitionSpec as P
+    from hla_jax import sharding
+    from hla_jax.attention import capture
+    from hla_jax.models import weights
+    from hla_jax.training import uptrain
+    from hla_jax.training.optimizer import OptimizerConfig, adamw
+    from hla_jax.training.step import Part, init, init_on, make_step
+    from tiny import random_hla, tiny_config, tiny_params, tiny_tokens
+
+    config = tiny_config(vocab_size=48, num_heads=4, num_kv_heads=2)
+    params, attention = tiny_params(config), random_hla(config, 3)
+    scheme, optimizer = attention.scheme, adamw(OptimizerConfig(1e-2, total_steps=9))
+    # Queries are all of the short rows' tokens: random ones are other ones in another row.
+    parts = {
+        "short": Part(uptrain.make_loss(scheme, config), micro_batches=2),
+        "long": Part(uptrain.make_loss(scheme, config, queries=16)),
+    }
+
+    def rows(count, length):
+        segments = np.ones((count, length), np.int32)
+        segments[0, length // 2 :], segments[1, -3:] = 2, 0
+        positions = np.broadcast_to(np.arange(length, dtype=np.int32), segments.shape)
+        return {"tokens": np.asarray(tiny_tokens(config, count, length)), "segments": segments, "positions": positions}
+
+    batch = {"short": rows(8, 12), "long": rows(4, 32)}
+
+    def twice(update, state, batch, params):
+        losses = []
+        for _ in range(2):
+            state, metrics = update(state, batch, params)
+            losses.append(jax.device_get(metrics))
+        return state, losses
+
+    one, expected = twice(make_step(parts, optimizer), init(attention.params, optimizer, 0), batch, params)
+
+    def on(sizes):
+        mesh = sharding.make_mesh(**sizes)
+        with jax.set_mesh(mesh):
+            placed = sharding.maps(scheme.map_shapes(config), scheme.map_axes(), config.num_layers, mesh)
+            state, shardings = init_on(mesh, attention.params, placed, optimizer, 0)
+            base = sharding.put(params, weights.shardings(config, mesh))
+            mine = sharding.put_rows(batch, mesh)
+            captured = jax.jit(lambda params, batch: capture.attention_inputs(params, config, **batch))
+            h = captured(base, mine["long"])
+            state, losses = twice(make_step(parts, optimizer, shardings=shardings), state, mine, base)
+        same = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4)
+        jax.tree.map(same, losses, expected)
+        jax.tree.map(same, state.params, one.params)
+        return base, state, mine, h
 """
 
 
-def test_eight_devices_equal_one(tmp_path):
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
-    }
-    script = f"import sys\n{SCRIPT}"
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "model")], check=True, env=environment, timeout=300)
+@pytest.mark.long
+def test_an_uptraining_step_on_every_axis():
+    """Short rows and long documents; what comes out lies as it went in, and the numbers are one device's."""
+    on_eight_devices(
+        textwrap.dedent(STEP)
+        + textwrap.dedent("""
+        base, state, mine, h = on({"fsdp": 2, "tensor": 2, "sequence": 2})
+        spec = lambda x: x.sharding.spec
+        local = lambda x: x.addressable_shards[0].data.shape
+        assert spec(base["layers"]["q_proj"]) == P(None, "tensor", "fsdp")
+        assert local(base["layers"]["down_proj"]) == (2, 12, 16)
+        assert spec(base["embed_tokens"]) == P("tensor", "fsdp") and spec(base["norm"]) == P(None)
+        for maps in (state.params, state.opt_state[1][0].mu, state.opt_state[1][0].nu):
+            assert spec(maps["write_k"]) == P(None, None, None, "fsdp")
+            assert spec(maps["read_q"]) == P(None, None, "tensor", None, "fsdp")
+            assert local(maps["read_o"]) == (2, 2, 2, 4, 8)
+        assert all(x.sharding.is_fully_replicated for x in (state.step, state.rng, state.opt_state[1][0].count))
+        assert spec(mine["short"]["tokens"])[0] == ("data", "fsdp")
+        assert local(h) == (3, 2, 2, 16, 12), "captured states: rows over fsdp, tokens over sequence, sizes over tensor"
+    """)
+    )
+
+
+def test_the_kernel_runs_on_each_devices_part():
+    """The TPU kernel, interpreted, under `shard_map`: loss and gradients of one device."""
+    on_eight_devices("""
+        import jax, jax.numpy as jnp, numpy as np
+        from hla_jax import sharding
+        from hla_jax.kernels.attention_match import Fitted, Fixed, pallas_tpu, reference
+
+        B, Q, S, H, G, dh, r = 2, 16, 24, 4, 2, 8, 16
+        keys = iter(jax.random.split(jax.random.key(0), 20))
+        normal = lambda *shape: jax.random.normal(next(keys), shape)
+        fitted = Fitted(normal(B, Q, H, r), normal(B, S, r), normal(B, S, r), normal(H, r, dh))
+        k, v, segments = normal(B, S, G, dh), normal(B, S, G, dh), jnp.ones((B, S), jnp.int32).at[1, 9:].set(2)
+        fixed = Fixed(normal(B, Q, H, dh), k, v, normal(24, H * dh), segments)
+        index = jnp.stack([jax.random.permutation(next(keys), S)[:Q] for _ in range(B)])
+        counted = jnp.abs(normal(B, Q))
+
+        def direct(fitted):
+            match = reference.attention_match(fitted, fixed, index, counted, 3)
+            return match.kl + match.error, match
+
+        kernel = lambda fitted: pallas_tpu.attention_match(fitted, fixed, index, counted, 3, interpret=True)
+        expected = jax.jit(jax.value_and_grad(direct, has_aux=True))(fitted)
+        with jax.set_mesh(sharding.make_mesh(fsdp=2, tensor=2, sequence=2)):
+            compiled = jax.jit(jax.value_and_grad(kernel, has_aux=True)).lower(fitted).compile()
+            found = compiled(fitted)
+        same = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4)
+        jax.tree.map(same, found, expected)
+    """)

@@ -10,12 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from hla_jax import sharding
 from hla_jax.attention.full import exact_stages
 from hla_jax.config import OuroConfig
 from hla_jax.models import ouro
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+
+CAPTURED = (None, None, "batch", "tokens", "captured")
+"""Logical axes of what is kept: the largest array of uptraining."""
 
 
 def attention_inputs(
@@ -40,6 +44,7 @@ def attention_inputs(
     captured = jnp.zeros(
         (config.num_loops, len(layers), *tokens.shape, config.hidden_size), params["embed_tokens"].dtype
     )
+    captured = sharding.constrain(captured, *CAPTURED)
 
     def keeping(attend: ouro.Attend) -> ouro.Attend:
         def attend_and_keep(captured: Array, inputs: ouro.LayerInputs) -> tuple[Array, Array]:
@@ -52,4 +57,4 @@ def attention_inputs(
 
     stages = [stage._replace(attend=keeping(stage.attend)) for stage in exact_stages(config, positions, segments)]
     _, captured = ouro.run(params, config, tokens, stages, captured)
-    return jax.lax.stop_gradient(captured)
+    return jax.lax.stop_gradient(sharding.constrain(captured, *CAPTURED))

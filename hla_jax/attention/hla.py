@@ -122,6 +122,18 @@ class HLA(Scheme):
             "read_o1": (heads, self.rank_loop1, size),
         }
 
+    def map_axes(self) -> dict[str, tuple[str | None, ...]]:
+        return {
+            "write_k": (None, None, "embed"),
+            "write_v": (None, None, "embed"),
+            "write_k1": (None, "embed"),
+            "write_v1": (None, "embed"),
+            "read_q": (None, "heads", None, "rank"),
+            "read_o": (None, "heads", "rank", None),
+            "read_q1": ("heads", None, "rank"),
+            "read_o1": ("heads", "rank", None),
+        }
+
     def window_tokens(self) -> int:
         return self.window
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from hla_jax import sharding
 from hla_jax.attention.scheme import Eviction
 
 if TYPE_CHECKING:
@@ -36,12 +37,18 @@ def exact_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
-    def block(index: Int[Array, " Q"], q: Float[Array, "B Q H dh"]) -> Float[Array, "B Q H dh"]:
-        visible = causal_mask(index, k.shape[1], segments, eviction)
-        scores = jnp.where(visible, grouped_scores(q, k) * scale, -jnp.inf)
-        return grouped_sum(jax.nn.softmax(scores, axis=-1), v)
+    def attend(index: Int[Array, " S"], q: Array, k: Array, v: Array, segments: Array | None) -> Array:
+        def block(index: Int[Array, " Q"], q: Float[Array, "B Q H dh"]) -> Float[Array, "B Q H dh"]:
+            visible = causal_mask(index, k.shape[1], segments, eviction)
+            scores = jnp.where(visible, grouped_scores(q, k) * scale, -jnp.inf)
+            return grouped_sum(jax.nn.softmax(scores, axis=-1), v)
 
-    return over_query_blocks(block, q.shape[1], q.shape[0] * q.shape[2] * k.shape[1], q)
+        return over_query_blocks(block, index, q.shape[0] * q.shape[2] * k.shape[1], q)
+
+    # On a mesh each device attends for its own rows, heads and queries, to all of their keys.
+    queries, keys = ("batch", "queries", "kv_heads", None), ("batch", None, "kv_heads", None)
+    inputs = [("queries",), queries, keys, keys, None if segments is None else ("batch", None)]
+    return sharding.split(attend, inputs, queries)(jnp.arange(q.shape[1]), q, k, v, segments)
 
 
 def hybrid_attention(
@@ -77,7 +84,7 @@ def hybrid_attention(
         )
 
     numbers = near[0].shape[0] * near[0].shape[2] * tokens
-    return over_query_blocks(block, tokens, numbers, far[0], near[0])
+    return over_query_blocks(block, jnp.arange(tokens), numbers, far[0], near[0])
 
 
 def causal_mask(
@@ -120,16 +127,19 @@ def query_block(tokens: int, numbers_per_query: int) -> int:
     return min(block, tokens)
 
 
-def over_query_blocks(block: Callable, tokens: int, numbers_per_query: int, *queries: Float[Array, "B S H r"]):
+def over_query_blocks(
+    block: Callable, index: Int[Array, " S"], numbers_per_query: int, *queries: Float[Array, "B S H r"]
+):
     """Applies `block(index [Q], *queries [B, Q, H, r])` to consecutive blocks of queries and joins the results [B, S,
     ...].
     """
+    tokens = index.shape[0]
     size = query_block(tokens, numbers_per_query)
     if size == tokens:
-        return block(jnp.arange(tokens), *queries)
+        return block(index, *queries)
     count = -(-tokens // size)
     # Queries of the padding repeat the last index: their results are cut off, and no row of the mask is empty.
-    index = jnp.minimum(jnp.arange(count * size), tokens - 1).reshape(count, size)
+    index = index[jnp.minimum(jnp.arange(count * size), tokens - 1)].reshape(count, size)
     split = lambda x: jnp.moveaxis(
         jnp.pad(x, ((0, 0), (0, count * size - tokens), (0, 0), (0, 0))).reshape(x.shape[0], count, size, *x.shape[2:]),
         1,

@@ -1,13 +1,15 @@
 """Every cache scheme by its name, and as the entries of a `config.json` or a config file.
 
-A scheme is written as `{"<name>_config": {its fields}}`; eviction around it adds `"eviction_config"`.
+A scheme is written as `{"<name>_config": {its fields}}`; eviction around it adds `"eviction_config"`. A scheme from
+elsewhere is known once `register` has seen it (docs/add_a_scheme.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from hla_jax import attention_files
 from hla_jax.attention.baselines import HeadLatent, LayerLatent
 from hla_jax.attention.eviction import Evicted
 from hla_jax.attention.full import FullCache
@@ -21,6 +23,23 @@ from hla_jax.attention_files import EVICTION
 SCHEMES: dict[str, type[Scheme]] = {
     scheme.interchange: scheme for scheme in (FullCache, SharedLoop, HLA, LLA, HeadLatent, LayerLatent, LowBit)
 }
+
+Kind = TypeVar("Kind", bound=type[Scheme])
+
+
+def register(scheme: Kind) -> Kind:
+    """Makes a scheme known by its `interchange` name, to `load`, `export` and config files; a class decorator.
+
+    Raises `ValueError` if another class has the name.
+    """
+    where = lambda kind: f"{kind.__module__}.{kind.__qualname__}"
+    name = scheme.interchange
+    if where(SCHEMES.get(name, scheme)) != where(scheme):
+        raise ValueError(f"scheme {name!r} is already that of {where(SCHEMES[name])}")
+    SCHEMES[name] = scheme
+    if name not in attention_files.SCHEMES:
+        attention_files.SCHEMES.append(name)
+    return scheme
 
 
 def to_entries(scheme: Scheme) -> dict[str, dict[str, Any]]:

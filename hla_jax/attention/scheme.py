@@ -137,6 +137,10 @@ class Scheme(abc.ABC):
         """Shape of every map of one layer; stacked over layers in `Attention.params`."""
         return {}
 
+    def map_axes(self) -> dict[str, tuple[str | None, ...]]:
+        """Logical axes (`sharding.RULES`) of the maps of one layer that are spread over a mesh."""
+        return {}
+
     @abc.abstractmethod
     def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
         """Buffers that grow with the tokens: name to (slots, numbers of a token), around the [B, C] axes."""

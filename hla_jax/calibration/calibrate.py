@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 import numpy as np
 
+from hla_jax import sharding
 from hla_jax.attention.codec import Codec
 from hla_jax.attention.eviction import Evicted
 from hla_jax.attention.hla import HLA
@@ -87,7 +88,9 @@ def hla_maps(
     rest_pairs = pair_frequencies(config, scheme.rank_k, scheme.pair_frequency)
     first_pairs = pair_frequencies(config, scheme.rank_loop1, scheme.pair_frequency_loop1)
     for layer in range(config.num_layers):
-        k_proj, v_proj = (np.asarray(params["layers"][name][layer], np.float64) for name in ("k_proj", "v_proj"))
+        k_proj, v_proj = (
+            np.asarray(sharding.to_host(params["layers"][name][layer]), np.float64) for name in ("k_proj", "v_proj")
+        )
         write_k, read_q = key_maps(config, rest_keys[layer], k_proj, rest_pairs)
         write_k1, read_q1 = key_maps(config, first_keys[layer], k_proj, first_pairs)
         write_v, read_o = value_maps(config, rest_values[layer], v_proj)

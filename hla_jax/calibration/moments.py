@@ -2,7 +2,8 @@
 
 Every pass over the data runs the exact model on one micro-batch after another and keeps sums only, so memory does not
 depend on the number of tokens. Layers are taken in groups where the sums of all layers would be too large, at the price
-of one pass a group. All moments are uncentred.
+of one pass a group. Where the weights lie on a mesh with a "data" axis, its devices share the rows of every
+micro-batch, and every one gets the sums. All moments are uncentred.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
+from hla_jax import sharding
 from hla_jax.attention.capture import attention_inputs
 from hla_jax.config import OuroConfig
 from hla_jax.models import ouro
@@ -27,7 +30,7 @@ from hla_jax.models.layers import accumulation_dtype, linear
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-# Bytes of captured attention inputs of one micro-batch, and of the sums of one group of layers.
+# Bytes of captured attention inputs of one micro-batch on one device, and of the sums of one group of layers.
 CAPTURE_BYTES = 1 << 30
 MOMENT_BYTES = 4 << 30
 
@@ -150,24 +153,34 @@ def measure(
         sums = [jnp.zeros((stop - start, *each.shape), wide) for each in measures]
         for tokens, lengths in _micro_batches(params, config, sequences, layers):
             sums = _add(params, config, tokens, lengths, layers, together, tuple(measures), sums, mine)
-        groups.append([np.asarray(total) for total in sums])
+        groups.append([sharding.to_host(total) for total in sums])
     return [np.concatenate(parts) for parts in zip(*groups, strict=True)]
 
 
 def _micro_batches(
     params: ouro.Params, config: OuroConfig, sequences: Sequences, layers: range
-) -> Iterator[tuple[Int[np.ndarray, "b S"], Int[np.ndarray, " b"]]]:
+) -> Iterator[tuple[Int[Array, "b S"], Int[Array, " b"]]]:
     count, length = sequences.tokens.shape
     per_sequence = config.num_loops * len(layers) * length * config.hidden_size * params["embed_tokens"].dtype.itemsize
-    size = int(np.clip(CAPTURE_BYTES // per_sequence, 1, count))
+    rows_of = _row_sharding(params)
+    devices = rows_of.mesh.shape["data"] if rows_of else 1
+    size = devices * int(np.clip(CAPTURE_BYTES // per_sequence, 1, -(-count // devices)))
     label = f"calibration, layers {layers.start + 1}-{layers.stop}"
     with tqdm(total=count, desc=label, unit="sequence", leave=False) as bar:
         for start in range(0, count, size):
             rows = np.arange(start, start + size)
             # The last micro-batch repeats a row with length 0 rather than compiling another shape.
             tokens, lengths = (np.take(x, rows, axis=0, mode="clip") for x in (sequences.tokens, sequences.lengths))
-            yield tokens, np.where(rows < count, lengths, 0)
+            yield jax.device_put((tokens, np.where(rows < count, lengths, 0)), rows_of)
             bar.update(int(np.sum(rows < count)))
+
+
+def _row_sharding(params: ouro.Params) -> NamedSharding | None:
+    """Rows over the "data" axis of the weights' mesh, if there is one."""
+    held = getattr(params["embed_tokens"], "sharding", None)
+    if isinstance(held, NamedSharding) and "data" in held.mesh.shape:
+        return NamedSharding(held.mesh, PartitionSpec("data"))
+    return None
 
 
 @functools.partial(jax.jit, static_argnames=("config", "layers", "together", "measures"), donate_argnames="sums")

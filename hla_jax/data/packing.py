@@ -8,9 +8,10 @@ with `segments > 0`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from hla_jax.data.streams import DataError, State, Stream
@@ -40,7 +41,7 @@ class BatchConfig:
     """Shape of the batches and lengths of the sequences.
 
     Attributes:
-      batch_size: rows B that each process reads per batch.
+      batch_size: rows B per batch; of each process where several read without `Lanes`.
       length: tokens S per row. A longer document is cut into windows of S tokens.
       min_tokens: sequences (documents, and last windows of documents) with fewer tokens are dropped.
       max_tokens: documents are truncated to this many tokens; None keeps them whole.
@@ -59,6 +60,55 @@ class BatchConfig:
         longest = self.length if self.max_tokens is None else min(self.length, self.max_tokens)
         if not 1 <= self.min_tokens <= longest:
             raise DataError(f"min_tokens must lie in 1 .. {longest} (length and max_tokens); got {self.min_tokens}")
+
+
+class Parts(Stream[dict[str, Batch]]):
+    """Batches of several parts, each from a stream of its own: short rows and long documents."""
+
+    def __init__(self, parts: Mapping[str, Stream[Batch]]):
+        self._parts = parts
+
+    def __next__(self) -> dict[str, Batch]:
+        return {name: next(part) for name, part in self._parts.items()}
+
+    def get_state(self) -> State:
+        return {name: part.get_state() for name, part in self._parts.items()}
+
+    def set_state(self, state: State) -> None:
+        for name, part in self._parts.items():
+            part.set_state(state[name])
+
+
+class Lanes(Stream[Any]):
+    """The rows of a batch from readers of their own, one below the other: all of them, or those of one process.
+
+    What lane number n of `count` reads depends on these two only, so any number of processes that divides the lanes
+    makes the same batches. A position may be of more lanes than a process has: each lane takes its own.
+
+    Args:
+      build: (number, count) -> the stream of a lane, with its share of the rows.
+      count: lanes of a batch.
+      process: (index, count) of the processes that share the lanes.
+    """
+
+    def __init__(self, build: Callable[[int, int], Stream[Any]], count: int, process: tuple[int, int] = (0, 1)):
+        index, processes = process
+        if count % processes:
+            raise DataError(f"lanes must be a multiple of the {processes} processes that read; found {count}")
+        each = count // processes
+        self._lanes = {number: build(number, count) for number in range(index * each, (index + 1) * each)}
+
+    def __next__(self) -> Any:
+        return jax.tree.map(lambda *rows: np.concatenate(rows), *[next(lane) for lane in self._lanes.values()])
+
+    def get_state(self) -> State:
+        return {"lanes": {str(number): lane.get_state() for number, lane in self._lanes.items()}}
+
+    def set_state(self, state: State) -> None:
+        for number, lane in self._lanes.items():
+            if str(number) not in state["lanes"]:
+                raise DataError(f"the saved position is of lanes {', '.join(state['lanes'])}; this run has {number}")
+            lane.set_state(state["lanes"][str(number)])
 
 
 class Batches(Stream[Batch]):

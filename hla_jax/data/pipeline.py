@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from hla_jax.data import sources, standard_library, synthetic
+from hla_jax.data import mds, sources, standard_library, synthetic
 from hla_jax.data.packing import Batch, BatchConfig, Batches, tokenize_with
 from hla_jax.data.positions import ShiftConfig, ShiftedPositions
 from hla_jax.data.streams import DataError, Indexed, Mixture, Shard, Shuffled, Stream
+from hla_jax.tokenizer import tokenizer_of
 
 STANDARD_LIBRARY, SYNTHETIC = "standard_library", "synthetic"
 
 _TASKS: tuple[synthetic.Task, ...] = (synthetic.Recall(), synthetic.Tracking(), synthetic.Chain())
 # Rows that are shuffled together.
-_SHUFFLE_BLOCK = 1024
+_SHUFFLE_BLOCK, _SHUFFLE_BLOCK_LONG = 1024, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Source:
       render: "text", "chat" (messages by the tokenizer's template) or "verified" (OpenR1-Math's verified solutions).
       tokens: range of the lengths of synthetic documents.
       held_out: first rows of a data set or file that are never trained on.
+      ids_of: the tokenizer (directory or hub id) whose ids MDS shards hold, as ProLong's do; `name` is their folder.
     """
 
     path: str
@@ -42,6 +44,7 @@ class Source:
     render: str = "text"
     tokens: tuple[int, int] = (64, 512)
     held_out: int = 1000
+    ids_of: str | None = None
 
 
 def documents(mixture: tuple[Source, ...], tokenizer: Any, held_out: bool, seed: int) -> Stream[str]:
@@ -71,7 +74,7 @@ def batches(
     """An endless stream of packed batches; `process` is (index, count) of the processes that share the documents."""
     mine = Shard(documents(mixture, tokenizer, held_out, seed), *process)
     packed: Stream[Batch] = Batches(mine, tokenize_with(tokenizer), config, vocab_size)
-    return packed if shift is None else ShiftedPositions(packed, shift, seed)
+    return packed if shift is None else ShiftedPositions(packed, shift, seed + process[0])
 
 
 def sequences(
@@ -103,6 +106,10 @@ def _open(source: Source, tokenizer: Any, held_out: bool, seed: int) -> Stream[s
         return Indexed(texts.__getitem__, len(texts), seed)
     if source.path == SYNTHETIC:
         return Indexed(_TaskDocuments(tokenizer, source.tokens, held_out, seed))
+    part: dict[str, Any] = {"take": source.held_out} if held_out else {"skip": source.held_out}
+    if source.ids_of is not None:
+        made_by = tokenizer_of(source.ids_of)
+        return Shuffled(mds.open_token_documents(source.path, source.name, made_by, **part), _SHUFFLE_BLOCK_LONG, seed)
     renders: dict[str, sources.Render] = {
         "text": sources.Text(source.column),
         "chat": sources.Chat(tokenizer, source.column),
@@ -110,7 +117,6 @@ def _open(source: Source, tokenizer: Any, held_out: bool, seed: int) -> Stream[s
     }
     if source.render not in renders:
         raise DataError(f"render must be {', '.join(renders)}; found {source.render!r}")
-    part: dict[str, Any] = {"take": source.held_out} if held_out else {"skip": source.held_out}
     opened = sources.open_documents(source.path, renders[source.render], name=source.name, split=source.split, **part)
     return Shuffled(opened, _SHUFFLE_BLOCK, seed)
 

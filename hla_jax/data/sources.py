@@ -18,23 +18,27 @@ import copy
 import dataclasses
 import pathlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from hla_jax.data.streams import DataError, State, Stream
+from hla_jax.data.streams import DataError, State, Stream, T_co
+
+T = TypeVar("T")
 
 # How `datasets` reads each kind of file, by suffix. A text file is one document.
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 
 
-class Render(Protocol):
-    """Turns a row of a data set into a document; None skips the row."""
+class Render(Protocol[T_co]):
+    """Turns a row of a data set into a document (a text, or a conversation); None skips the row."""
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns it reads."""
         ...
 
-    def __call__(self, row: Mapping[str, Any]) -> str | None: ...
+    def __call__(self, row: Mapping[str, Any]) -> T_co | None:
+        """Raises `DataError` for a row that is not what it should be; the reader adds the file and the row's number."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,39 +96,48 @@ class VerifiedSolutions:
         return (self.problem, self.generations, self.correct)
 
     def __call__(self, row: Mapping[str, Any]) -> str | None:
+        messages = self.messages(row)
+        return None if messages is None else self.tokenizer.apply_chat_template(messages, tokenize=False)
+
+    def messages(self, row: Mapping[str, Any]) -> list[dict[str, str]] | None:
+        """The same before the template."""
         verified = (text for text, correct in zip(row[self.generations] or [], row[self.correct] or []) if correct)
         solution = next(verified, None)
         if solution is None:
             return None
-        messages = [{"role": "user", "content": row[self.problem]}, {"role": "assistant", "content": solution}]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False)
+        return [{"role": "user", "content": row[self.problem]}, {"role": "assistant", "content": solution}]
 
 
-def open_documents(
+def open_documents(path: str, render: Render[str] | None = None, **options: Any) -> Stream[str]:
+    """A stream of texts: `open_rendered`, by default of the column "text"."""
+    return open_rendered(path, Text() if render is None else render, **options)
+
+
+def open_rendered(
     path: str,
-    render: Render | None = None,
+    render: Render[T],
     *,
     name: str | None = None,
     split: str = "train",
     skip: int = 0,
     take: int | None = None,
     repeat: bool = True,
-) -> Stream[str]:
-    """A stream of documents.
+) -> Stream[T]:
+    """A stream of what `render` makes of the rows of a data set.
 
     Args:
       path: a jsonl, parquet or text file, a folder of files of one of these kinds, or a hub data set's "owner/name".
-      render: what a document is; None: the column "text".
+      render: what a document is.
       name, split: configuration and split of a hub data set.
       skip, take: leave out the first `skip` rows, then keep `take`: disjoint ranges make training and held-out data.
       repeat: start again after the last row.
 
     Raises:
-      DataError: no such file, an unknown kind of file, nothing in it, a missing column, a hub that cannot be reached.
+      DataError: no such file, an unknown kind of file, nothing in it, a missing column, a hub that cannot be reached;
+        later, a row that cannot be read or rendered.
     """
-    render = Text() if render is None else render
     try:
-        first = next(iter(_open(path, name, split)), None)
+        first = next(iter(open_rows(path, name, split)), None)
     except DataError:
         raise
     except Exception as error:  # of pyarrow, json, zlib, fsspec, ...: the file is what the user must look at
@@ -134,13 +147,15 @@ def open_documents(
     if missing := [column for column in render.columns if column not in first]:
         found = ", ".join(map(repr, first))
         raise DataError(f"{path}: has no column {', '.join(map(repr, missing))}; its columns are {found}")
-    rows = _open(path, name, split).select_columns(list(render.columns)).skip(skip)
-    where = f"{path}, after its first {skip} rows" if skip else path
-    return _Rows(where, rows if take is None else rows.take(take), render, repeat)
+    rows = open_rows(path, name, split).select_columns(list(render.columns)).skip(skip)
+    return _Rows(path, rows if take is None else rows.take(take), skip, render, repeat)
 
 
-def _open(path: str, name: str | None, split: str) -> Any:
-    """A `datasets.IterableDataset` of the rows."""
+def open_rows(path: str, name: str | None = None, split: str = "train") -> Any:
+    """A `datasets.IterableDataset` of the rows of a local file or folder, or of a hub data set.
+
+    Raises `DataError` for a path that is neither, or files of several kinds.
+    """
     import datasets  # takes a second to import, which help texts and models should not wait for
 
     local = pathlib.Path(path).expanduser()
@@ -173,40 +188,48 @@ def _open(path: str, name: str | None, split: str) -> Any:
     return datasets.load_dataset(path, name, split=split, streaming=True)
 
 
-class _Rows(Stream[str]):
-    """Documents rendered from the rows of a `datasets.IterableDataset`."""
+class _Rows(Stream[T]):
+    """Documents rendered from the rows of a `datasets.IterableDataset`, which follow the first `skip` of `path`."""
 
-    def __init__(self, where: str, rows: Any, render: Render, repeat: bool):
-        self._where, self._rows, self._render, self._repeat = where, rows, render, repeat
+    def __init__(self, path: str, rows: Any, skip: int, render: Render[T], repeat: bool):
+        self._path, self._rows, self._skip, self._render, self._repeat = path, rows, skip, render, repeat
         self._beginning = copy.deepcopy(rows.state_dict())
         self._iterator = iter(rows)
-        self._rendered = 0  # documents of this epoch so far
+        self._read, self._rendered = 0, 0  # rows and documents of this epoch so far
 
-    def __next__(self) -> str:
+    def __next__(self) -> T:
         while True:
             try:
                 row = next(self._iterator)
             except StopIteration:
                 if not self._rendered:
+                    where = f"{self._path}, after its first {self._skip} rows" if self._skip else self._path
                     raise DataError(
-                        f"{self._where}: no row gives a document (none left, all empty, or none verified)"
+                        f"{where}: no row gives a document (none left, all empty, or none verified)"
                     ) from None
                 if not self._repeat:
                     raise
-                self._start_at(self._beginning, rendered=0)
+                self._start_at(self._beginning, read=0, rendered=0)
                 continue
-            document = self._render(row)
+            except Exception as error:  # of pyarrow, json, zlib, fsspec, ...
+                read = self._skip + self._read
+                raise DataError(f"{self._path}: cannot be read after {read} rows: {error}") from error
+            self._read += 1
+            try:
+                document = self._render(row)
+            except DataError as error:
+                raise DataError(f"{self._path}, row {self._skip + self._read}: {error}") from None
             if document is not None:
                 self._rendered += 1
                 return document
 
-    def _start_at(self, position: State, rendered: int) -> None:
+    def _start_at(self, position: State, read: int, rendered: int) -> None:
         # An IterableDataset begins at the position loaded last, each time it is iterated.
         self._rows.load_state_dict(copy.deepcopy(position))
-        self._iterator, self._rendered = iter(self._rows), rendered
+        self._iterator, self._read, self._rendered = iter(self._rows), read, rendered
 
     def get_state(self) -> State:
-        return {"rows": copy.deepcopy(self._rows.state_dict()), "rendered": self._rendered}
+        return {"rows": copy.deepcopy(self._rows.state_dict()), "read": self._read, "rendered": self._rendered}
 
     def set_state(self, state: State) -> None:
-        self._start_at(state["rows"], state["rendered"])
+        self._start_at(state["rows"], state["read"], state["rendered"])

@@ -146,6 +146,31 @@ class Shuffled(Stream[T]):
         self._stream.set_state(self._start)
 
 
+class Flattened(Stream[T]):
+    """The elements of the lists of a stream, one after another."""
+
+    def __init__(self, lists: Stream[list[T]]):
+        self._lists = lists
+        self._start, self._taken = lists.get_state(), 0
+        self._elements: list[T] | None = None
+
+    def __next__(self) -> T:
+        if self._elements is None:
+            self._elements = next(self._lists)
+        while self._taken == len(self._elements):
+            self._start, self._taken = self._lists.get_state(), 0
+            self._elements = next(self._lists)
+        self._taken += 1
+        return self._elements[self._taken - 1]
+
+    def get_state(self) -> State:
+        return {"start": self._start, "taken": self._taken}
+
+    def set_state(self, state: State) -> None:
+        self._start, self._taken, self._elements = state["start"], state["taken"], None
+        self._lists.set_state(self._start)
+
+
 class Shard(Stream[T]):
     """Every `count`-th element of the stream, starting with number `index`: the part of process `index` of `count`.
 

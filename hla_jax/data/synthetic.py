@@ -1,6 +1,7 @@
 """Tasks with exact answers that test what a cache remembers: recall, variable tracking, chained arithmetic, copying.
 
-All but copying are written as assignments, one a line, scattered among lines of real text; a question mark asks:
+All but copying, also backwards, are written as assignments, one a line, scattered among lines of real text; a question
+mark asks:
 
     recall      amber472 ...                                 ?amber    472
     tracking    plum81 ... fox=plum ...                      ?fox      =plum81
@@ -213,6 +214,30 @@ class Copy:
         items = [str(rng.choice(WORDS)) if rng.random() < 0.7 else _digits(rng, 1) for _ in range(count)]
         text = ",".join(items)
         return Example(f"{text}\n", text, self.kind, 0, more=(("", text),) * (questions - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reverse:
+    """A list of different words written backwards. The embedded model has never seen it, so fine-tuning is tried on it;
+    the filler and the distance do not matter.
+    """
+
+    max_items: int = 16
+    kind: str = "reverse"
+
+    def sample(
+        self,
+        rng: np.random.Generator,
+        length: int,
+        filler: Filler | None,
+        *,
+        questions: int = 1,
+        distance: int | None = None,
+    ) -> Example:
+        del filler, questions, distance
+        count = int(rng.integers(2, max(3, min(self.max_items, length // 4) + 1)))
+        words = [str(word) for word in rng.permutation(WORDS)[:count]]
+        return Example(f"{','.join(words)}\n<", ",".join(reversed(words)), self.kind, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,5 +101,6 @@ def in_blocks(
         return function(x)
     blocks = -(-tokens // size)
     padded = jnp.pad(x, ((0, 0), (0, blocks * size - tokens), (0, 0)))
-    out = jax.lax.map(function, jnp.moveaxis(padded.reshape(x.shape[0], blocks, size, -1), 1, 0))
-    return jnp.moveaxis(out, 0, 1).reshape(x.shape[0], blocks * size, -1)[:, :tokens]
+    # Block i takes tokens i, i + blocks, ...: where a mesh splits the tokens, every device has its share of each block.
+    out = jax.lax.map(function, jnp.moveaxis(padded.reshape(x.shape[0], size, blocks, -1), 2, 0))
+    return jnp.moveaxis(out, 0, 2).reshape(x.shape[0], blocks * size, -1)[:, :tokens]

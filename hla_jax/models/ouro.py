@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from hla_jax import sharding
 from hla_jax.config import OuroConfig
 from hla_jax.models import layers, weights
 
@@ -76,7 +77,9 @@ def run(
         raise ValueError(
             f"stages must cover loops 0 .. {config.num_loops - 1} in order, found {[s.loops for s in stages]}"
         )
-    x = params["embed_tokens"][tokens]
+    # On a mesh the table is gathered: looked up where it lies, all rows' embeddings would be.
+    table = sharding.constrain(params["embed_tokens"], None, None)
+    x = sharding.constrain(table[tokens], "batch", "tokens", None)
     layer_of = jax.checkpoint(_layer, static_argnums=(1, 4)) if remat else _layer
     hidden: list[Any] = []
     for stage in stages:

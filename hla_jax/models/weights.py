@@ -15,16 +15,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from hla_jax import tensor_files
+from hla_jax import sharding, tensor_files
 from hla_jax.attention_files import is_map
 from hla_jax.config import OuroConfig
 from hla_jax.tensor_files import PendingTensor, StoredTensor, WeightsError
@@ -68,6 +68,7 @@ class Parameter:
             "mlp": config.intermediate_size,
             "heads": config.num_heads * config.head_dim,
             "kv_heads": config.num_kv_heads * config.head_dim,
+            "norm": config.hidden_size,
             "gate": 1,
         }
         return tuple(sizes[axis] for axis in self.axes)
@@ -84,10 +85,10 @@ def _per_layer(module: str, axes: tuple[str, ...], start: Start = "normal") -> P
 
 OURO = (
     Parameter("embed_tokens", "model.embed_tokens.weight", ("vocab", "embed"), "embedding"),
-    _per_layer("input_layernorm", ("embed",), "one"),
-    _per_layer("input_layernorm_2", ("embed",), "post_norm"),
-    _per_layer("post_attention_layernorm", ("embed",), "one"),
-    _per_layer("post_attention_layernorm_2", ("embed",), "post_norm"),
+    _per_layer("input_layernorm", ("norm",), "one"),
+    _per_layer("input_layernorm_2", ("norm",), "post_norm"),
+    _per_layer("post_attention_layernorm", ("norm",), "one"),
+    _per_layer("post_attention_layernorm_2", ("norm",), "post_norm"),
     _per_layer("self_attn.q_proj", ("heads", "embed")),
     _per_layer("self_attn.k_proj", ("kv_heads", "embed")),
     _per_layer("self_attn.v_proj", ("kv_heads", "embed")),
@@ -95,14 +96,11 @@ OURO = (
     _per_layer("mlp.gate_proj", ("mlp", "embed")),
     _per_layer("mlp.up_proj", ("mlp", "embed")),
     _per_layer("mlp.down_proj", ("embed", "mlp")),
-    Parameter("norm", "model.norm.weight", ("embed",), "one"),
+    Parameter("norm", "model.norm.weight", ("norm",), "one"),
     Parameter("early_exit_gate.weight", "model.early_exit_gate.weight", ("gate", "embed"), "normal"),
     Parameter("early_exit_gate.bias", "model.early_exit_gate.bias", ("gate",), "zero"),
     Parameter("lm_head", "lm_head.weight", ("vocab", "embed"), "normal"),
 )
-
-AXIS_RULES: Mapping[str, str] = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
-"""Logical axis -> mesh axis: tensor parallelism over "model". "embed" stays whole: no pass has to gather weights."""
 
 
 def parameters(config: OuroConfig) -> tuple[Parameter, ...]:
@@ -120,19 +118,15 @@ def logical_axes(config: OuroConfig) -> Params:
     return _tree(config, lambda row: row.axes)
 
 
-def shardings(config: OuroConfig, mesh: Mesh, rules: Mapping[str, str] = AXIS_RULES) -> Params:
+def shardings(config: OuroConfig, mesh: Mesh, rules: sharding.Rules = sharding.RULES) -> Params:
     """The parameter tree with each leaf's `NamedSharding`.
 
     A dimension is left whole where `rules` or the mesh do not have its axis, and where the mesh axis would split a head
     or does not divide the size.
     """
     heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
-
-    def place(axis: str, size: int) -> str | None:
-        name = rules.get(axis)
-        return name if name in mesh.shape and heads.get(axis, size) % mesh.shape[name] == 0 else None
-
-    return _tree(config, lambda row: NamedSharding(mesh, PartitionSpec(*map(place, row.axes, row.shape(config)))))
+    place = lambda row: NamedSharding(mesh, sharding.spec(row.axes, row.shape(config), mesh, rules, heads))
+    return _tree(config, place)
 
 
 def init_params(
@@ -186,7 +180,7 @@ def load_params(
     config: OuroConfig,
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
-    rules: Mapping[str, str] = AXIS_RULES,
+    rules: sharding.Rules = sharding.RULES,
 ) -> Params:
     """Reads a model's parameters from a Hugging Face directory, tensor by tensor into their final buffers.
 
@@ -211,8 +205,9 @@ def load_params(
     arrays = {}
     # Each tensor is resident twice while it is copied, so the largest go first, when little else is there.
     for row in sorted(rows, key=lambda row: -math.prod(sources[row.path][0].shape)):
-        dtype_held, sharding = dtypes[row.path], placed.get(row.path)
-        arrays[row.path] = tensor_files.read_array(sources[row.path], row.stacked, dtype_held, sharding)
+        arrays[row.path] = tensor_files.read_array(
+            sources[row.path], row.stacked, dtypes[row.path], placed.get(row.path)
+        )
     return _tree(config, lambda row: arrays[row.path])
 
 

@@ -28,7 +28,7 @@ from hla_jax.evaluation.schemes import FULL
 from hla_jax.kernels.latent_decode import api as latent_decode
 from hla_jax.model import Model, load
 from hla_jax.recipes.uptrain import Calibration
-from hla_jax.recipes.workdir import claim, kept_maps, read_maps
+from hla_jax.recipes.workdir import EXPORT, claim, kept_maps, read_maps
 from hla_jax.serving.export import export
 from hla_jax.training.distill import DistillConfig, distill
 from hla_jax.training.on_policy import OnPolicyConfig, refine
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from jaxtyping import Int
 
 RANDOM = "random"
-EXPORT = "export"
-"""Folder of a cell's fitted maps: a maps-only export that `hla_jax.load` reads."""
 
 TRAINING: dict[str, Callable[..., Attention]] = {"distill": distill, "uptrain": uptrain, "on_policy": refine}
 """The field of `Comparison` that says how, and the function: (model, attention, tokenizer, config, workdir)."""

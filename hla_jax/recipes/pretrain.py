@@ -13,7 +13,7 @@ from hla_jax import tensor_files
 from hla_jax.banner import banner
 from hla_jax.data import standard_library, synthetic, vocabulary
 from hla_jax.data.curriculum import Curriculum
-from hla_jax.evaluation import tasks
+from hla_jax.evaluation import synthetic_tasks
 from hla_jax.models import ouro, weights
 from hla_jax.tokenizer import CHATML_TEMPLATE
 from hla_jax.training import loop, pretrain, step
@@ -42,14 +42,17 @@ def run(recipe: pretrain.Recipe, workdir: pathlib.Path, title: str) -> dict[str,
 
     held_out = list(standard_library.documents("held_out"))
     filler = synthetic.Filler(held_out, lambda lines: [len(tokenize(line)) for line in lines])
-    questions = {setting.name: setting.examples(_EXAMPLES, filler, _EVALUATION_SEED) for setting in tasks.SETTINGS}
+    questions = {
+        setting.name: setting.examples(_EXAMPLES, filler, _EVALUATION_SEED) for setting in synthetic_tasks.SETTINGS
+    }
     text = np.concatenate([tokenize(document) for document in held_out])[: _TEXT_ROWS * _TEXT_LENGTH]
 
     def evaluate(params: ouro.Params) -> dict[str, float]:
         scores = {
-            name: tasks.exact_match(params, recipe.model, examples, tokenize) for name, examples in questions.items()
+            name: synthetic_tasks.exact_match(params, recipe.model, examples, tokenize)
+            for name, examples in questions.items()
         }
-        return scores | {"text_loss": tasks.text_loss(params, recipe.model, text.reshape(_TEXT_ROWS, -1))}
+        return scores | {"text_loss": synthetic_tasks.text_loss(params, recipe.model, text.reshape(_TEXT_ROWS, -1))}
 
     state = loop.run(
         pretrain.init(recipe),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import pathlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -136,13 +136,16 @@ class Checkpoints:
                 self._set_aside(step, error)
                 continue
             self._check(step, saved, like)
-            if len(positions) != jax.process_count():
+            in_lanes = all("lanes" in position for position in positions)
+            if len(positions) != jax.process_count() and not in_lanes:
                 raise CheckpointError(
                     f"{self.directory / str(step)}: was written by {len(positions)} processes, each at its position "
                     f"in the data; this run has {jax.process_count()}"
                 )
+            # Lanes find their own positions among those of all processes, however many there are now.
+            position = _all_lanes(positions) if in_lanes else positions[jax.process_index()]
             try:
-                return self._read(step, like, checksums), positions[jax.process_index()]
+                return self._read(step, like, checksums), position
             except Exception as error:
                 self._set_aside(step, error)
         if steps:
@@ -206,6 +209,10 @@ class Checkpoints:
     def close(self) -> None:
         self.wait()
         self._checkpointer.close()
+
+
+def _all_lanes(positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"lanes": {number: state for position in positions for number, state in position["lanes"].items()}}
 
 
 def _named_leaves(tree: PyTree) -> dict[str, Any]:

@@ -68,21 +68,28 @@ def make_loss(recipe: Recipe) -> step.Loss:
     ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], step.Metrics]]:
         stages = exact_stages(config, batch["positions"], batch["segments"])
         hidden, _ = ouro.run(params, config, batch["tokens"], stages, None, every_loop=True)
-        errors = token_errors(params, hidden, batch["labels"])
-        total = jnp.sum(batch["weights"])
-
-        def mean(x: Float[Array, "*T B S"]) -> Float[Array, " *T"]:
-            return jnp.sum(x * batch["weights"], axis=(-2, -1)) / total
-
-        per_loop = mean(errors)
-        stops = ouro.exit_probabilities(ouro.gate_logits(params, jax.lax.stop_gradient(hidden)))
-        entropy = -jnp.sum(jax.scipy.special.xlogy(stops, stops), axis=0)
-        gate = mean(jnp.sum(stops * jax.lax.stop_gradient(errors), axis=0) - recipe.exit_entropy * entropy)
-        value = per_loop[-1] + recipe.early_loops * jnp.sum(per_loop[:-1]) + gate
-        metrics = {f"cross_entropy/loop{t + 1}": x for t, x in enumerate(per_loop)}
-        return value, (total, metrics)
+        return of_hidden(recipe, params, hidden, batch)
 
     return loss
+
+
+def of_hidden(
+    recipe: Recipe, params: ouro.Params, hidden: Float[Array, "T B S d"], batch: dict[str, Array]
+) -> tuple[Float[Array, ""], tuple[Float[Array, ""], step.Metrics]]:
+    """The loss from the hidden states after every loop, however attention made them."""
+    errors = token_errors(params, hidden, batch["labels"])
+    total = jnp.sum(batch["weights"])
+
+    def mean(x: Float[Array, "*T B S"]) -> Float[Array, " *T"]:
+        return jnp.sum(x * batch["weights"], axis=(-2, -1)) / total
+
+    per_loop = mean(errors)
+    stops = ouro.exit_probabilities(ouro.gate_logits(params, jax.lax.stop_gradient(hidden)))
+    entropy = -jnp.sum(jax.scipy.special.xlogy(stops, stops), axis=0)
+    gate = mean(jnp.sum(stops * jax.lax.stop_gradient(errors), axis=0) - recipe.exit_entropy * entropy)
+    value = per_loop[-1] + recipe.early_loops * jnp.sum(per_loop[:-1]) + gate
+    metrics = {f"cross_entropy/loop{t + 1}": x for t, x in enumerate(per_loop)}
+    return value, (total, metrics)
 
 
 def token_errors(

@@ -98,7 +98,8 @@ def two_pass_hidden(
     segments: Int[Array, "B S"] | None = None,
     *,
     repetitions: int = 0,
-) -> Float[Array, "B S d"]:
+    every_loop: bool = False,
+) -> Float[Array, "... B S d"]:
     """Normed hidden states of the last pass under the decoding rule. Gradients reach `params` and `maps` through it and
     through the exact pass.
 
@@ -112,6 +113,7 @@ def two_pass_hidden(
         prompt attends exactly to what the response before it computed under the decoding rule.
       segments: only tokens of the same segment see each other; tokens of one lie side by side. None: rows are whole.
       repetitions: passes under the decoding rule between the exact pass and the last one.
+      every_loop: the states after every loop, [T, B, S, d], instead of the last one.
 
     Raises:
       ValueError: shapes disagree, or `repetitions` is negative.
@@ -134,7 +136,7 @@ def two_pass_hidden(
 
     last = jax.lax.fori_loop(0, repetitions, repeat, start)
     main = jax.tree.map(with_gradient_of, last, first)
-    return ouro.run(params, config, tokens, under_rule(maps, main), None, remat=True)[0]
+    return ouro.run(params, config, tokens, under_rule(maps, main), None, every_loop=every_loop, remat=True)[0]
 
 
 def write_main(

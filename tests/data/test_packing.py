@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hla_jax.data.packing import BatchConfig, Batches, tokenize_with
+from hla_jax.data.packing import BatchConfig, Batches, Lanes, Parts, tokenize_with
 from hla_jax.data.positions import ShiftConfig, ShiftedPositions, shift
-from hla_jax.data.streams import DataError, Indexed
+from hla_jax.data.streams import DataError, Indexed, Shard
 
 
 def tokenize(text: str) -> list[int]:
@@ -86,6 +86,36 @@ def test_resumes_with_the_same_batches(before, pack):
     for expected, batch in itertools.islice(zip(stream, resumed), 10):
         for name in ("tokens", "segments", "positions"):
             np.testing.assert_array_equal(batch[name], expected[name])
+
+
+def in_lanes(process, rows=4, lanes=4):
+    def lane(number, count):
+        mine = Shard(documents([5, 3, 7, 2, 4, 6, 1], epochs=True), number, count)
+        config = BatchConfig(rows // count, 8)
+        other = Batches(documents([3], epochs=True), tokenize, config)
+        return Parts({"short": Batches(mine, tokenize, config), "other": other})
+
+    return Lanes(lane, lanes, process)
+
+
+def test_any_number_of_processes_reads_the_same_rows():
+    """Four lanes in one process, in two, and in four that go on where the two stopped."""
+    alone, pair = in_lanes((0, 1)), [in_lanes((index, 2)) for index in range(2)]
+    join = lambda parts: np.concatenate([part["short"]["tokens"] for part in parts])
+    for _ in range(3):
+        np.testing.assert_array_equal(join([next(alone)]), join([next(one) for one in pair]))
+    position = {"lanes": {}}
+    for one in pair:
+        position["lanes"] |= json.loads(json.dumps(one.get_state()))["lanes"]
+    four = [in_lanes((index, 4)) for index in range(4)]
+    for one in four:
+        one.set_state(position)
+    for _ in range(3):
+        np.testing.assert_array_equal(join([next(alone)]), join([next(one) for one in four]))
+    with pytest.raises(DataError, match="multiple of the 3 processes"):
+        in_lanes((0, 3))
+    with pytest.raises(DataError, match="position is of lanes 0, 1; this run has 2"):
+        in_lanes((1, 2)).set_state(pair[0].get_state())
 
 
 def test_a_tokenizer_that_does_not_belong_to_the_model_is_refused():

@@ -70,6 +70,7 @@ def test_blocks_agree_with_the_reference_in_value_and_gradient(
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 3 * b, rtol=1e-9, atol=1e-12), found_gradient, gradient)
 
 
+@pytest.mark.long
 def test_memory_is_linear_in_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Temporary bytes of value and gradient, as XLA plans them: four times the tokens take four times the memory, not
     sixteen.

@@ -87,6 +87,7 @@ def test_a_window_beyond_all_tokens_leaves_no_difference_and_no_gradient() -> No
     jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0), gradient)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("quick_compile")
 def test_a_simulated_tpu_finds_no_race_and_nothing_uninitialised() -> None:
     """Vector memory starts as NaN there, and blocks come and go as on the chip."""
@@ -113,6 +114,7 @@ def a_block_too_few(last_far: Callable[..., Any], *arguments: Any) -> Any:
     return last_far(*arguments) - 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     ("name", "fault"),
@@ -176,6 +178,7 @@ def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
+@pytest.mark.long
 @needs_libtpu
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_the_kernels_compile(generation: str, compile_for: Callable[..., Any]) -> None:
@@ -194,6 +197,7 @@ def test_the_kernels_compile(generation: str, compile_for: Callable[..., Any]) -
     assert compile_for(generation, gradient, latent, exact, places).as_text().count("tpu_custom_call") >= 3
 
 
+@pytest.mark.long
 @needs_libtpu
 def test_memory_on_a_tpu_is_linear_in_the_tokens(compile_for: Callable[..., Any]) -> None:
     """Loss and gradient of a layer: no array of queries x tokens. The second shape has four times the scores of the

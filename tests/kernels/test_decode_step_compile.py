@@ -19,6 +19,7 @@ SCHEMES = {
 MIB = 2**20
 
 
+@pytest.mark.long
 @needs_libtpu
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
 @pytest.mark.parametrize("name", SCHEMES)
@@ -33,6 +34,7 @@ def test_a_step_copies_no_cache(name, topology):
     assert max(map(len, step.launches)) <= most
 
 
+@pytest.mark.long
 @needs_libtpu
 def test_a_slot_taken_out_is_found(monkeypatch):
     """A kernel that is handed one slot instead of the whole cache."""

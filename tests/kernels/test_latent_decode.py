@@ -14,6 +14,7 @@ from kernels import latent_cases as cases
 SCALE = 0.3
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(

@@ -147,11 +147,13 @@ def found():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["none", "none, two cores"])
 def test_has_no_race(found, fault):
     assert found[fault] == ["right", "right"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_found(found, fault):
     assert set(found[fault]) & {"race", "wrong"}, found[fault]

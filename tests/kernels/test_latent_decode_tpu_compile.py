@@ -15,7 +15,10 @@ from hla_jax.kernels.latent_decode import Rotation, Stored, Window, pallas_tpu
 
 # Other tests may have libtpu open.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"),
+]
 
 CONTEXT, HEADS, HEAD_DIM, LOOPS = 16384, 16, 128, 4
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1")

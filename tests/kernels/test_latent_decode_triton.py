@@ -47,6 +47,7 @@ def check(found: dict[str, np.ndarray], name: str, inputs: dict) -> None:
     latent_cases.agree(got, want, *TOLERANCES[inputs.get("dtype", "float32")])
 
 
+@pytest.mark.long
 @needs_triton
 @needs_torch
 @pytest.mark.parametrize("name", CASES)
@@ -54,6 +55,7 @@ def test_interpreted_equals_the_oracle(interpreted, name):
     check(interpreted, name, CASES[name].inputs)
 
 
+@pytest.mark.long
 @needs_triton
 @needs_torch
 @pytest.mark.parametrize("name", FAULTS)
@@ -62,6 +64,7 @@ def test_planted_faults_are_seen(interpreted, name):
         check(interpreted, name, (CASES | ONLY_FAULTS)[FAULTS[name].case].inputs)
 
 
+@pytest.mark.long
 @needs_triton
 @needs_torch
 @pytest.mark.parametrize("name", ONLY_FAULTS)
@@ -91,6 +94,7 @@ INTEGERS = ("slot", "lengths", "tables", "near_slot", "filled")
 FLOATS = ("cos", "sin", "latents", "exacts", "lses", "lse")
 
 
+@pytest.mark.long
 @needs_triton
 @pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"), reason="compilers run a minute: in the kernels' environment, see the README"
@@ -183,6 +187,7 @@ print(json.dumps(dict(calls=calls, text=lowered.as_text())))
 """
 
 
+@pytest.mark.long
 @needs_triton
 @pytest.mark.skipif(not importlib.util.find_spec("jax_triton"), reason="there is no jax-triton")
 @pytest.mark.parametrize("mode", ["paged", "one page a sequence"])

@@ -143,6 +143,11 @@ def test_float16_that_would_overflow_is_refused(checkpoint):
     refused(checkpoint, "model.safetensors", "model.norm.weight", "does not fit float16", dtype="float16")
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "object"])
+def test_weights_are_floats(checkpoint, dtype):
+    refused(checkpoint, f"dtype must be one of float16, bfloat16, float32, float64, found '{dtype}'", dtype=dtype)
+
+
 def test_float64_needs_x64(checkpoint):
     refused(checkpoint, "float64 needs jax_enable_x64", dtype="float64")
     with jax.enable_x64(True):
@@ -276,12 +281,12 @@ def test_trees_have_one_structure():
 
 
 def test_shardings_never_split_a_head():
-    specs = jax.tree.map(lambda s: s.spec, weights.shardings(tiny_config(), AbstractMesh((2, 4), ("data", "model"))))
+    specs = jax.tree.map(lambda s: s.spec, weights.shardings(tiny_config(), AbstractMesh((2, 4), ("data", "tensor"))))
     layers = specs["layers"]
-    assert layers["q_proj"] == PartitionSpec(None, "model", None)  # 4 heads over 4
+    assert layers["q_proj"] == PartitionSpec(None, "tensor", None)  # 4 heads over 4
     assert layers["k_proj"] == PartitionSpec(None, None, None)  # 2 key-value heads cannot be
-    assert layers["down_proj"] == PartitionSpec(None, None, "model")
-    assert specs["embed_tokens"] == PartitionSpec("model", None)
+    assert layers["down_proj"] == PartitionSpec(None, None, "tensor")
+    assert specs["embed_tokens"] == PartitionSpec("tensor", None)
     assert specs["norm"] == PartitionSpec(None)
     rules = {"embed": "data", "mlp": "tensor"}
     specs = weights.shardings(tiny_config(), AbstractMesh((2,), ("data",)), rules)
@@ -295,7 +300,7 @@ from hla_jax.config import OuroConfig
 from hla_jax.models import weights
 directory = sys.argv[1]
 config = OuroConfig.from_directory(directory)
-mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 whole = weights.load_params(directory, config)
 spread = weights.load_params(directory, config, mesh=mesh)
 jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), whole, spread)

@@ -93,6 +93,7 @@ def interrupt(*args):
     raise KeyboardInterrupt
 
 
+@pytest.mark.long
 def test_runs_to_a_report_and_repeats_nothing(job, tmp_path, capsys, quick_compile, monkeypatch):
     compare.run(job, tmp_path, "a test", cells=f"{REUSE}, LLA [1]x")
     first = read(tmp_path)

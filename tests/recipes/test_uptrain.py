@@ -18,7 +18,7 @@ from hla_jax.models import weights
 from hla_jax.recipes import uptrain
 from hla_jax.training.loop import LoopConfig
 from hla_jax.training.optimizer import OptimizerConfig
-from hla_jax.training.uptrain import UptrainConfig
+from hla_jax.training.uptrain import LongDocuments, UptrainConfig
 from tiny import tiny_config
 
 CONFIG = tiny_config(vocab_size=1024, num_loops=2, num_layers=1, num_heads=2)
@@ -41,15 +41,30 @@ def job(tmp_path_factory) -> uptrain.Job:
             optimizer=OptimizerConfig(peak_learning_rate=1e-3, total_steps=3),
             loop=LoopConfig(steps=3, log_every=1, evaluate_every=2, save_every=2),
             held_out_batches=1,
+            long=LongDocuments((Source(STANDARD_LIBRARY),), 0, length=48, queries=6, held_out=1),
         ),
         evaluation=EvaluationConfig(
             sequences=2, tokens=24, prompt=8, tasks=(), contexts=(32,), speed_tokens=2, speed_rounds=1
         ),
         check_prompts=2,
         check_tokens=8,
+        phase2=UptrainConfig(
+            sources=(Source(STANDARD_LIBRARY),),
+            batches=BatchConfig(batch_size=2, length=16),
+            optimizer=OptimizerConfig(peak_learning_rate=1e-3, total_steps=2),
+            loop=LoopConfig(steps=2, log_every=1, evaluate_every=2, save_every=2),
+            held_out_batches=1,
+            long=LongDocuments((Source(STANDARD_LIBRARY),), 2, length=48, queries=6, micro_batches=1, held_out=1),
+            lanes=2,
+        ),
     )
 
 
+def read_metrics(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.long
 def test_runs_to_a_report_and_repeats_nothing(job, tmp_path, capsys, quick_compile):
     report = uptrain.run(job, tmp_path, "a test")
     text = report.read_text()
@@ -57,8 +72,16 @@ def test_runs_to_a_report_and_repeats_nothing(job, tmp_path, capsys, quick_compi
     assert all(
         (tmp_path / name).exists() for name in ("results.json", "metrics.jsonl", "export/config.json", "job.json")
     )
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")]
     assert steps == [0, 1, 2, 3]
+    # The second phase begins where the first ended, and both are followed on both kinds of data, loop by loop.
+    first, second = (read_metrics(tmp_path / name) for name in ("metrics.jsonl", "phase2/metrics.jsonl"))
+    assert [line["step"] for line in read_metrics(tmp_path / "all_metrics.jsonl")] == [0, 1, 2, 3, 3, 4, 5]
+    for kind in ("held_out/", "held_out/long/"):
+        for name in ("kl", "kl/loop1", "kl/loop2"):
+            assert second[0][kind + name] == pytest.approx(first[-1][kind + name], rel=1e-5)
+            assert second[-1][kind + name] != second[0][kind + name]
+    assert {"kl", "long/kl", "long/loss", "long/kl/loop2"} <= second[-1].keys()
     out = capsys.readouterr().out
     assert "the same 2 x 8 greedy tokens" in out
     exported = hla_jax.load(tmp_path / "export", dtype=None)

@@ -69,37 +69,31 @@ def test_output_error_is_that_of_the_heads_after_their_projection(model):
     """Written out: both passes' outputs of every loop and layer, kept and compared."""
     data, attention = batch([10, 7]), random_maps(LLA(9, 14), CONFIG, "float64")
 
-    def outputs(stages, state) -> dict[tuple[int, int], np.ndarray]:
-        seen = {}
-
-        def note(loop, layer, out):
-            seen[int(loop), int(layer)] = np.asarray(out).reshape(2, 10, -1)
+    def outputs(stages, state) -> jax.Array:
+        """The heads' outputs [loops, layers, 2, 10, H dh] of a pass."""
 
         def noting(attend):
-            def attend_and_note(state, inputs):
+            def attend_and_note(carried, inputs):
+                state, seen = carried
                 out, state = attend(state, inputs)
-                jax.debug.callback(note, inputs.loop, inputs.layer, out, ordered=True)
-                return out, state
+                return out, (state, seen.at[inputs.loop, inputs.layer].set(out.reshape(2, 10, -1)))
 
             return attend_and_note
 
+        seen = jnp.zeros((CONFIG.num_loops, CONFIG.num_layers, 2, 10, CONFIG.num_heads * CONFIG.head_dim))
         wrapped = [stage._replace(attend=noting(stage.attend)) for stage in stages]
-        jax.block_until_ready(ouro.run(model.params, CONFIG, data["tokens"], wrapped, state)[0])
-        jax.effects_barrier()
-        return seen
+        return ouro.run(model.params, CONFIG, data["tokens"], wrapped, (state, seen))[1][1]
 
     swapped = attention.scheme.swapped(CONFIG, attention.params, 2, 10, jnp.float64)
     filled = ouro.run(model.params, CONFIG, data["tokens"], swapped.stages, swapped.state)[1]
     student_pass = swapped.finish(filled)
     teacher = outputs(exact_stages(CONFIG, jnp.arange(10)[None]), None)
     student = outputs(student_pass.stages, student_pass.state)
-    expected = np.zeros(CONFIG.num_loops)
-    for (loop, layer), out in teacher.items():
-        projection = np.asarray(model.params["layers"]["o_proj"][layer]).T
-        exact, other = out @ projection, student[loop, layer] @ projection
-        error = ((other - exact) ** 2).sum(-1) / (exact**2).sum(-1)
-        expected[loop] += error[np.asarray(data["segments"]) > 0].mean() / CONFIG.num_layers
     counted = data["segments"] > 0
+    projections = model.params["layers"]["o_proj"].swapaxes(1, 2)[None, :, None]
+    exact, other = teacher @ projections, student @ projections
+    errors = jnp.sum((other - exact) ** 2, axis=-1) / jnp.sum(exact**2, axis=-1)
+    expected = jnp.mean(errors[:, :, counted], axis=(1, 2))
     _, found = distill.divergence(attention.scheme, CONFIG, attention.params, model.params, data["tokens"], counted)
     np.testing.assert_allclose(found, expected, rtol=1e-10)
     total = distill.make_loss(attention.scheme, CONFIG, 0.5)(attention.params, data, jax.random.key(0), model.params)
@@ -142,6 +136,7 @@ def followed(workdir) -> list[float]:
     return [line["held_out/kl"] for line in lines if "held_out/kl" in line]
 
 
+@pytest.mark.long
 def test_distilled_maps_are_closer_and_the_best_ones_are_kept(documents, tmp_path, quick_compile):
     model = Model(CONFIG, tiny_params(CONFIG))
     start = random_maps(LLA(9, 14), CONFIG)
@@ -193,6 +188,7 @@ def test_roll_outs_are_what_generate_samples(quick_compile):
         assert np.flatnonzero(found["segments"][row]).tolist() == list(range(prompt - 1, prompt - 1 + len(whole)))
 
 
+@pytest.mark.long
 def test_refinement_trains_on_its_own_continuations(documents, tmp_path, quick_compile):
     model = Model(CONFIG, tiny_params(CONFIG))
     config = on_policy.OnPolicyConfig(recipe(documents), prompt=6)

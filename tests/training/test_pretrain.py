@@ -105,6 +105,7 @@ def test_loss_is_the_weighted_cross_entropy_of_every_document_on_its_own(curricu
     np.testing.assert_allclose(metrics["cross_entropy/loop1"], per_loop[0], rtol=1e-4)
 
 
+@pytest.mark.long
 def test_the_gate_learns_alone(curriculum):
     params = tiny_params(CONFIG)
     batch = jax.tree.map(jnp.asarray, curriculum.batch(0))
@@ -139,6 +140,7 @@ def test_matrices_move_orthogonally():
     assert np.quantile(size, 0.05) > 0.95 * np.quantile(size, 0.95)
 
 
+@pytest.mark.long
 def test_a_short_run_learns(curriculum, tmp_path):
     recipe = dataclasses.replace(RECIPE, stages=(Stage(25, 8, 48, {"copy": 1.0}, filler=0.0),))
     batches = Curriculum(recipe.stages, ["x = 1\n" * 60], tokenize, END, seed=0).batches()

@@ -225,6 +225,7 @@ def naive_gradient(attention, params, tokens, prompts, repetitions):
     return of(trained, CONFIG, tokens, jnp.asarray(prompts), attention.scheme.window, repetitions)
 
 
+@pytest.mark.long
 def test_gradient_is_that_of_the_naive_loop(monkeypatch):
     """With one repetition; and a gradient that leaks through the repetition is another one."""
     params, attention, tokens = setting(1)

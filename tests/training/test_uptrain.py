@@ -46,7 +46,7 @@ def test_loss_and_gradient_equal_the_direct_formula(x64: None, monkeypatch: pyte
             )[0]
         return total / CONFIG.num_layers
 
-    def plain(fitted, fixed, index, counted, window):
+    def plain(fitted, fixed, index, counted, window, implementation):
         match = reference.attention_match(fitted, fixed, index, counted, window)
         return match.kl + match.error, match
 
@@ -79,6 +79,20 @@ def test_tokens_of_other_documents_and_padding_do_not_matter(x64: None) -> None:
     both = {name: x[:1] for name, x in data.items()}
     kl, first, second = (measure(part).kl for part in (both, *alone))
     np.testing.assert_allclose(kl, (12 * first + 8 * second) / 20, rtol=1e-10)
+
+
+def test_the_window_goes_by_index(x64: None) -> None:
+    """Positions are thousands apart, and random maps are read nowhere, since every token is within the window."""
+    params, attention, data = tiny_params(CONFIG, "float64"), random_hla(CONFIG, 20, "float64"), batch()
+    data["positions"] = data["positions"] + jnp.where(jnp.arange(20) > 9, 5000, 0)
+    measure = jax.jit(lambda data: uptrain.divergence(attention.scheme, CONFIG, attention.params, params, **data))
+    jax.tree.map(lambda x: np.testing.assert_allclose(x, 0, atol=1e-12), measure(data))
+
+
+def test_even_queries_cover_a_row() -> None:
+    np.testing.assert_array_equal(uptrain.even_queries(2, 8, 4), [[1, 3, 5, 7]] * 2)
+    np.testing.assert_array_equal(uptrain.even_queries(1, 5, 5), [range(5)])
+    assert (np.diff(uptrain.even_queries(1, 16_384, 1024)[0]) == 16).all()
 
 
 def test_random_queries_are_an_unbiased_sample() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
+from hla_jax import sharding
 from hla_jax.kernels import implementations
 from hla_jax.kernels.attention_match import Fitted, Fixed, blockwise, reference
 from hla_jax.kernels.attention_match.reference import Match
@@ -44,10 +46,23 @@ def attention_match(
         from hla_jax.kernels.attention_match import pallas_tpu
 
         return pallas_tpu.attention_match(fitted, fixed, index, counted, window)
-    if name == "reference":
-        match = reference.attention_match(fitted, fixed, index, counted, window)
-        return match.kl + match.error, match
-    return blockwise.attention_match(fitted, fixed, index, counted, window)
+
+    def part(fitted: Fitted, fixed: Fixed, index: Array, counted: Array) -> tuple[Array, Match]:
+        if name == "reference":
+            match = reference.attention_match(fitted, fixed, index, counted, window)
+            found = match.kl + match.error, match
+        else:
+            found = blockwise.attention_match(fitted, fixed, index, counted, window)
+        return jax.tree.map(lambda x: x[None], found)
+
+    # On a mesh each device takes its own rows and queries; the heads stay with XLA, because the error joins them.
+    queries, keys = ("batch", "queries", None, None), ("batch", None, None, None)
+    latent, rows = ("batch", None, None), ("batch", "queries")
+    of_fitted = queries, latent, latent, (None, None, None)
+    of_fixed = queries, keys, keys, (None, None), ("batch", None)
+    each = sharding.split(part, (*of_fitted, *of_fixed, rows, rows), ("parts",), without=("tensor",))
+    parts = each(fitted, fixed, index, counted)
+    return jax.tree.map(jnp.sum, parts)
 
 
 def choose(

@@ -34,6 +34,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from hla_jax import sharding
 from hla_jax.kernels.attention_match import Fitted, Fixed
 from hla_jax.kernels.attention_match.reference import Match, relative_error
 
@@ -87,6 +88,15 @@ class Sums(NamedTuple):
     window: Float[Array, "B H dh Q"]
 
 
+_QUERIES, _KEYS = ("batch", "kv_heads", "queries", None), ("batch", "kv_heads", None, None)
+_OF_LATENT = _QUERIES, ("batch", None, None), ("batch", None, None)
+_OF_EXACT = _QUERIES, _KEYS, _KEYS
+_OF_PLACES = ("batch", None, "queries"), ("batch", None, "queries"), ("batch", None, None)
+OPERANDS = (*_OF_LATENT, *_OF_EXACT, *_OF_PLACES)
+SUMS = ("batch", "kv_heads", None, "queries")
+"""Logical axes of what the kernels take and give."""
+
+
 def attention_match(
     fitted: Fitted,
     fixed: Fixed,
@@ -111,9 +121,11 @@ def attention_match(
     ascending = lambda x: x.at[rows, order].get(unique_indices=True, mode="promise_in_bounds")
     index, counted = ascending(index), ascending(counted)
 
-    size = min(block_queries, _round_up(queries, LANES)), min(block_keys, _round_up(tokens, LANES))
+    devices = sharding.parts("queries")
+    mine = -(-queries // devices)
+    size = min(block_queries, _round_up(mine, LANES)), min(block_keys, _round_up(tokens, LANES))
     options = Options(window, fixed.q.shape[-1] ** -0.5, *size, interpret)
-    more_queries, more_keys = -queries % options.queries, -tokens % options.keys
+    more_queries, more_keys = -queries % (devices * options.queries), -tokens % options.keys
     # Repeats the last query, which is then left out; tokens of the padding lie in the future of every query.
     index_padded = jnp.pad(index, ((0, 0), (0, more_queries)), mode="edge")
     of_queries = lambda x: jnp.pad(ascending(x).swapaxes(1, 2), ((0, 0), (0, 0), (0, more_queries), (0, 0)))
@@ -126,7 +138,9 @@ def attention_match(
     latent = Latent(of_queries(fitted.q), of_keys(fitted.k), of_keys(fitted.v))
     exact = Exact(of_queries(fixed.q), *(of_keys(x).swapaxes(1, 2) for x in (fixed.k, fixed.v)))
 
-    sums = jax.tree.map(lambda x: x[..., :queries], _sums(options, latent, exact, places))
+    # XLA cannot split a kernel: on a mesh each device runs it on its own rows, heads and queries.
+    padded = sharding.split(functools.partial(_sums, options), OPERANDS, SUMS)(latent, exact, places)
+    sums = jax.tree.map(lambda x: x[..., :queries], padded)
     by_query = lambda x: jnp.einsum("bheq->bqhe", x)
     from_latent = jnp.einsum("bhrq,hre->bqhe", sums.latent, fitted.read, preferred_element_type=jnp.float32)
     error = relative_error(from_latent + by_query(sums.window), by_query(sums.exact), fixed.o_proj)

@@ -2,7 +2,9 @@
 docstring.
 
 A block is taken out of the cache while it is read, and fits a CPU's own cache: to take out a whole slot would cost more
-than to read it. There are as many blocks as the longest sequence needs, whatever the capacity.
+than to read it. There are as many blocks as the longest sequence needs, whatever the capacity. Where one block is all
+of a slot, a loop only costs: one latent for all heads is then read by the formula of `reference`. (Several are still
+read here, for one product serves them all.)
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from hla_jax.kernels.latent_decode import Rotation, Stored, Window, reference
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-BLOCK_NUMBERS = 1 << 20
+BLOCK_NUMBERS = 1 << 17
 SMALLEST_BLOCK = 64
 
 
@@ -37,8 +39,11 @@ def latent_decode(
     batch, heads, rank = q.shape
     _, _, capacity, width = stored.keys.shape
     latent_heads, wide = width // rank, jnp.promote_types(q.dtype, jnp.float32)
+    most = max(SMALLEST_BLOCK, BLOCK_NUMBERS // (batch * max(width, stored.values.shape[-1])))
+    if latent_heads == 1 and capacity <= most:
+        return reference.latent_decode(q, stored, scale, window)
     query = _spread(q, latent_heads)
-    block = min(capacity, max(SMALLEST_BLOCK, BLOCK_NUMBERS // (batch * max(width, stored.values.shape[-1]))))
+    block = -(-capacity // -(-capacity // most)) if capacity else 0  # all blocks alike
 
     def one(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         # The last block begins earlier, and its first tokens have been read already.

@@ -41,6 +41,8 @@ class Shapes(NamedTuple):
     window: int | None = None  # tokens of the ring; None: no exact window, not even the current token
     kv_heads: int = 1
     head_size: int = 1
+    stride_k: int = 0  # numbers from one page of keys to the next; 0: they lie side by side
+    stride_v: int = 0
 
 
 class Geometry(NamedTuple):
@@ -115,6 +117,8 @@ def attend_launch(x: Shapes, cut: Geometry, scale: float, half: int = 0) -> Laun
             RANK_V=x.rank_v,
             PAGES=x.pages,
             PAGE=x.page,
+            STRIDE_K=x.stride_k or x.page * x.latent_heads * x.rank_k,
+            STRIDE_V=x.stride_v or x.page * x.latent_heads * x.rank_v,
             COLUMNS=x.columns,
             HALF=half,
             KV_HEADS=x.kv_heads,
@@ -204,6 +208,8 @@ def attend_parts(
     RANK_V: tl.constexpr,
     PAGES: tl.constexpr,
     PAGE: tl.constexpr,
+    STRIDE_K: tl.constexpr,
+    STRIDE_V: tl.constexpr,
     COLUMNS: tl.constexpr,
     HALF: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -238,7 +244,8 @@ def attend_parts(
         _stored_part(
             q, keys, values, slot, lengths, tables, cos, sin, latents, lses,
             b, (program - near_programs) % readers, (program - near_programs) // readers, SCALE, HEADS, LATENT_HEADS,
-            RANK_K, RANK_V, PAGES, PAGE, COLUMNS, HALF, MAIN, REST, WIDTH_V, ROWS, BLOCK, SPLITS, NEAR_SPLITS,
+            RANK_K, RANK_V, PAGES, PAGE, STRIDE_K, STRIDE_V, COLUMNS, HALF, MAIN, REST, WIDTH_V, ROWS, BLOCK, SPLITS,
+            NEAR_SPLITS,
         )  # fmt: skip
 
 
@@ -246,9 +253,9 @@ def attend_parts(
 def _stored_part(
     q, keys, values, slot, lengths, tables, cos, sin, latents, lses, b, reader, part,
     SCALE: tl.constexpr, HEADS: tl.constexpr, LATENT_HEADS: tl.constexpr, RANK_K: tl.constexpr, RANK_V: tl.constexpr,
-    PAGES: tl.constexpr, PAGE: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, MAIN: tl.constexpr,
-    REST: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    NEAR_SPLITS: tl.constexpr,
+    PAGES: tl.constexpr, PAGE: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, COLUMNS: tl.constexpr,
+    HALF: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, NEAR_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """A share of the stored tokens, for one block of the query heads of one latent head."""
     group: tl.constexpr = HEADS // LATENT_HEADS
@@ -263,12 +270,12 @@ def _stored_part(
     page = tl.load(slot).to(tl.int64) * PAGES
     if COLUMNS == 0:
         page += b
-    at = page * PAGE * LATENT_HEADS + n
     first, last = _share(tl.load(lengths + b), part, SPLITS, BLOCK)
     top, total, summed = _attend(
         tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDTH_V], tl.float32),
-        query, query_rest, keys + at * RANK_K, values + at * RANK_V, tables + b * COLUMNS, first, last,
-        SCALE, LATENT_HEADS, RANK_K, RANK_V, MAIN, REST, WIDTH_V, PAGE if COLUMNS > 0 else 0, BLOCK,
+        query, query_rest, keys + page * STRIDE_K + n * RANK_K, values + page * STRIDE_V + n * RANK_V,
+        tables + b * COLUMNS, first, last, SCALE, LATENT_HEADS, RANK_K, RANK_V, MAIN, REST, WIDTH_V,
+        PAGE if COLUMNS > 0 else 0, STRIDE_K, STRIDE_V, BLOCK,
     )  # fmt: skip
     lses += head * (NEAR_SPLITS + SPLITS) + NEAR_SPLITS + part
     _leave(latents, head * SPLITS + part, tl.arange(0, WIDTH_V), RANK_V, lses, row < group, top, total, summed)
@@ -298,7 +305,7 @@ def _near_part(
         first, last = _share(tl.load(filled + b), part, NEAR_SPLITS, BLOCK)
         top, total, summed = _attend(
             top, total, summed, query, query, keys + ring * HEAD_SIZE, values + ring * HEAD_SIZE, tables, first, last,
-            SCALE, KV_HEADS, HEAD_SIZE, HEAD_SIZE, WIDTH, 0, WIDTH, 0, BLOCK,
+            SCALE, KV_HEADS, HEAD_SIZE, HEAD_SIZE, WIDTH, 0, WIDTH, 0, 0, 0, BLOCK,
         )  # fmt: skip
     lses += head * (NEAR_SPLITS + SPLITS) + part
     _leave(exacts, head * NEAR_SPLITS + part, column, HEAD_SIZE, lses, row < group, top, total, summed)
@@ -348,7 +355,8 @@ def merge_parts(
 def _attend(
     top, total, summed, query, query_rest, keys, values, tables, first, last,
     SCALE: tl.constexpr, HEADS: tl.constexpr, RANK_K: tl.constexpr, RANK_V: tl.constexpr, MAIN: tl.constexpr,
-    REST: tl.constexpr, WIDTH_V: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    REST: tl.constexpr, WIDTH_V: tl.constexpr, PAGE: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Takes tokens first to last into a running softmax: rows' maxima, sums of exponentials and weighted values."""
     main = tl.arange(0, MAIN)
@@ -356,23 +364,21 @@ def _attend(
     for start in tl.range(first, last, BLOCK):
         token = start + tl.arange(0, BLOCK)
         used = token < last
-        row = token.to(tl.int64)
+        row_k = token.to(tl.int64) * (HEADS * RANK_K)
+        row_v = token.to(tl.int64) * (HEADS * RANK_V)
         if PAGE > 0:
             # Ids beyond the length may be anything.
-            row = tl.load(tables + token // PAGE, used, 0).to(tl.int64) * PAGE + token % PAGE
-        row = row * HEADS
-        key = tl.load(keys + row[:, None] * RANK_K + main[None, :], used[:, None] & (main < RANK_K)[None, :], 0.0)
+            page = tl.load(tables + token // PAGE, used, 0).to(tl.int64)
+            row_k = page * STRIDE_K + token % PAGE * (HEADS * RANK_K)
+            row_v = page * STRIDE_V + token % PAGE * (HEADS * RANK_V)
+        key = tl.load(keys + row_k[:, None] + main[None, :], used[:, None] & (main < RANK_K)[None, :], 0.0)
         scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
         if REST > 0:
             rest = MAIN + tl.arange(0, REST)
-            key_rest = tl.load(
-                keys + row[:, None] * RANK_K + rest[None, :], used[:, None] & (rest < RANK_K)[None, :], 0.0
-            )
+            key_rest = tl.load(keys + row_k[:, None] + rest[None, :], used[:, None] & (rest < RANK_K)[None, :], 0.0)
             scores = tl.dot(query_rest, tl.trans(key_rest.to(query.dtype)), scores, input_precision="ieee")
         # Weights of zero do not silence what is no number: neither keys nor values of other tokens are loaded.
-        value = tl.load(
-            values + row[:, None] * RANK_V + column[None, :], used[:, None] & (column < RANK_V)[None, :], 0.0
-        )
+        value = tl.load(values + row_v[:, None] + column[None, :], used[:, None] & (column < RANK_V)[None, :], 0.0)
         scores = tl.where(used[None, :], scores * SCALE, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - highest[:, None])
