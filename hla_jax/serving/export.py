@@ -9,7 +9,7 @@ import shutil
 from hla_jax import attention_files, tensor_files
 from hla_jax.attention import registry
 from hla_jax.attention.eviction import Evicted
-from hla_jax.attention.scheme import Attention
+from hla_jax.attention.scheme import Attention, Scheme
 from hla_jax.model import Model
 from hla_jax.models import weights
 
@@ -25,7 +25,7 @@ _COPIED = (
     "generation_config.json",
 )
 
-_TORCH_FILE = pathlib.Path(__file__).with_name("torch_ouro.py")
+_TORCH = pathlib.Path(__file__).with_name("torch")
 _TORCH_SCHEMES = ("full_cache", "hla", "lla")
 
 
@@ -54,7 +54,7 @@ def export(
       maps_only: leaves the model's own tensors out and names the base instead: `model.path`, with a checksum.
       base_id: hub id to name the base by, instead of its local path.
       overwrite: allows `directory` to be an earlier export, which is then replaced.
-      torch_code: adds the PyTorch model `torch_ouro.py`, so that transformers loads the directory with
+      torch_code: adds the PyTorch model, the files of `serving/torch`, so that transformers loads the directory with
         `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)`. For the full cache, HLA and LLA.
 
     Raises:
@@ -83,7 +83,8 @@ def export(
             if model.path is not None and (model.path / name).is_file():
                 shutil.copyfile(model.path / name, partial / name)
         if torch_code:
-            shutil.copyfile(_TORCH_FILE, partial / _TORCH_FILE.name)
+            for file in _TORCH.glob("*.py"):
+                shutil.copyfile(file, partial / file.name)
 
 
 def _scheme_entry(model: Model, attention: Attention) -> dict[str, object]:
@@ -100,17 +101,23 @@ def _scheme_entry(model: Model, attention: Attention) -> dict[str, object]:
     return {"architectures": [f"Ouro{kind if kind != 'FullCache' else ''}ForCausalLM"], **entries}
 
 
-def _torch_entry(attention: Attention, architecture: str) -> dict[str, object]:
-    """Where transformers finds the classes of a directory that brings its own code."""
-    scheme = attention.scheme
+def check_torch(scheme: Scheme) -> None:
+    """Raises `ExportError` unless the PyTorch model has a scheme."""
     if isinstance(scheme, Evicted) or scheme.interchange not in _TORCH_SCHEMES:
         raise ExportError(
             f"torch_code: the PyTorch model has the full cache, HLA and LLA, not {type(scheme).__name__}; "
             "export without it"
         )
-    module = _TORCH_FILE.stem
+
+
+def _torch_entry(attention: Attention, architecture: str) -> dict[str, object]:
+    """Where transformers finds the classes of a directory that brings its own code."""
+    check_torch(attention.scheme)
     return {
-        "auto_map": {"AutoConfig": f"{module}.OuroConfig", "AutoModelForCausalLM": f"{module}.{architecture}"},
+        "auto_map": {
+            "AutoConfig": "configuration_ouro.OuroConfig",
+            "AutoModelForCausalLM": f"modeling_ouro.{architecture}",
+        }
     }
 
 

@@ -285,12 +285,13 @@ def test_neither_directory_nor_hub_id(name, monkeypatch):
 
 def test_torch_code_is_placed_on_request(model, attention, tmp_path):
     export(model, attention, tmp_path / "plain")
-    assert not (tmp_path / "plain" / "torch_ouro.py").exists()
+    assert not list((tmp_path / "plain").glob("*.py"))
     assert "auto_map" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     export(model, attention, tmp_path / "out", torch_code=True)
-    assert (tmp_path / "out" / "torch_ouro.py").is_file()
+    code = {path.name for path in (tmp_path / "out").glob("*.py")}
+    assert code == {"configuration_ouro.py", "cache_ouro.py", "latent_cache_ouro.py", "modeling_ouro.py"}
     auto_map = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
-    assert auto_map["AutoModelForCausalLM"] == "torch_ouro.OuroHLAForCausalLM"
+    assert auto_map["AutoModelForCausalLM"] == "modeling_ouro.OuroHLAForCausalLM"
     assert_same_bits(attention.params, read_back(tmp_path / "out")[1].params)
     for scheme in (SharedLoop(4), Evicted(FullCache(), 9, first=2)):
         with pytest.raises(ExportError, match=f"not {type(scheme).__name__}; export without it"):
