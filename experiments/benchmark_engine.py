@@ -45,10 +45,10 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", requi
 _DTYPE = flags.DEFINE_string("dtype", None, "Of weights and caches; by default bfloat16, and float32 on a CPU.")
 _SCHEMES = flags.DEFINE_multi_enum("schemes", [FULL, HLA], [FULL, HLA], "Caches; HLA has random maps.")
 _SLOTS = flags.DEFINE_integer("slots", 16, "Sequences decoded together.", lower_bound=1)
-_REQUESTS = flags.DEFINE_integer("requests", 64, "How many.", lower_bound=1)
+_REQUESTS = flags.DEFINE_integer("requests", 192, "How many; the last ones leave slots idle.", lower_bound=1)
 _PROMPT = flags.DEFINE_integer("prompt", 32, "Most prompt tokens; lengths are uniform.", lower_bound=1)
-_MEDIAN = flags.DEFINE_integer("median", 12, "Median of the new tokens.", lower_bound=1)
-_LONGEST = flags.DEFINE_integer("longest", 128, "Most new tokens.", lower_bound=1)
+_MEDIAN = flags.DEFINE_integer("median", 24, "Median of the new tokens.", lower_bound=1)
+_LONGEST = flags.DEFINE_integer("longest", 192, "Most new tokens.", lower_bound=1)
 _DISPATCH = flags.DEFINE_integer("tokens_per_dispatch", 8, "Of the engine.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Repetitions, of which the median counts.", lower_bound=1)
 

@@ -19,7 +19,7 @@ from hla_jax.data import synthetic
 from hla_jax.evaluation import together
 from hla_jax.evaluation.estimates import Proportion
 from hla_jax.evaluation.schemes import FULL, Schemes
-from hla_jax.evaluation.tasks import Setting, answer_length
+from hla_jax.evaluation.synthetic_tasks import Setting, answer_length
 from hla_jax.generation import decode
 from hla_jax.generation.generate import pad
 from hla_jax.generation.sampling import Sampling, request_keys

@@ -14,8 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from hla_jax.attention.lla import LLA
 from hla_jax.attention.scheme import Scheme
-from hla_jax.config import OuroConfig
+from hla_jax.attention.shared import SharedLoop
+from hla_jax.config import OURO_1P4B, OURO_2P6B, OuroConfig
+from hla_jax.evaluation.markdown import table
+from hla_jax.evaluation.schemes import FULL, HLA_PAPER, LLA_PAPER, REUSE, SHARED, papers_schemes
 from hla_jax.evaluation.speed import median_seconds
 from hla_jax.models import weights
 
@@ -69,6 +73,46 @@ def capacity(config: OuroConfig, scheme: Scheme, context: int, memory: int, dtyp
     size = jnp.dtype(dtype).itemsize
     model = sum(math.prod(row.shape(config)) for row in weights.parameters(config)) + map_numbers(config, scheme)
     return max(0, (memory - size * model) // scheme.cache_bytes(config, context, dtype))
+
+
+def memory_table(memory: int = 80 * 2**30, context: int = 16384, dtype: DTypeLike = "bfloat16") -> list[str]:
+    """Markdown: bytes of each cache for the released models, and sequences of `context` tokens that `memory` bytes hold
+    beside the weights and maps. `docs/serving.md` shows it.
+    """
+    models = {"1.4B": OURO_1P4B, "2.6B": OURO_2P6B}
+    first = OURO_1P4B
+    numbers, papers = 2 * first.num_loops * first.num_kv_heads * first.head_dim, papers_schemes(first)
+    # 3 : 5, as LLA's.
+    two_d = {
+        ratio: LLA(round(3 * numbers / ratio / 8), round(5 * numbers / ratio / 8), fold_heads=True)
+        for ratio in (4, 32 / 3)
+    }
+    schemes = {
+        FULL: papers[FULL],
+        "HLA": papers[HLA_PAPER],
+        "LLA": papers[LLA_PAPER],
+        **{f"LLA-2D, {ratio:.3g}x": scheme for ratio, scheme in two_d.items()},
+        SHARED: SharedLoop(papers[HLA_PAPER].window_tokens()),
+        REUSE: SharedLoop(0),
+    }
+
+    def row(name: str, scheme: Scheme) -> tuple[str, ...]:
+        cells = [name, as_call(scheme)]
+        for config in models.values():
+            window, token = (scheme.cache_bytes(config, tokens, dtype) for tokens in (0, 1))
+            held = capacity(config, scheme, context, memory, dtype)
+            cells += [f"{(token - window) / 2**10:,.4g} KiB", f"{window / 2**20:,.4g} MiB", f"{held:,}"]
+        return tuple(cells)
+
+    columns = ("a token", "a sequence", f"{context // 1024}K in {memory / 2**30:.3g} GiB")
+    head = ["cache", "scheme", *(f"{model}: {column}" for model in models for column in columns)]
+    return table(head, [row(name, scheme) for name, scheme in schemes.items()])
+
+
+def as_call(scheme: Scheme) -> str:
+    """A scheme in Markdown, as its class is called, defaults left out."""
+    fields = [field for field in dataclasses.fields(scheme) if getattr(scheme, field.name) != field.default]  # type: ignore[arg-type]
+    return f"`{type(scheme).__name__}({', '.join(f'{field.name}={getattr(scheme, field.name)}' for field in fields)})`"
 
 
 def copy_bandwidth(nbytes: int = 1 << 30, rounds: int = 10) -> float:

@@ -54,6 +54,20 @@ def bootstrap(by_unit: Sequence[float] | np.ndarray, resamples: int = 2000, seed
     return Interval(float(values.mean()), float(low), float(high))
 
 
+def bootstrap_ratio(
+    by_unit: Sequence[float] | np.ndarray, reference: Sequence[float] | np.ndarray, resamples: int = 2000, seed: int = 0
+) -> Interval:
+    """Percentile bootstrap of a mean over another one's, of the same units [N]: pairs are resampled together.
+
+    A resample without anything in `reference` is left out, so at least one unit must have something there.
+    """
+    values, others = np.asarray(by_unit, np.float64), np.asarray(reference, np.float64)
+    drawn = np.random.default_rng(seed).integers(values.size, size=(resamples, values.size))
+    above, below = values[drawn].sum(axis=1), others[drawn].sum(axis=1)
+    low, high = np.quantile(above[below > 0] / below[below > 0], (0.025, 0.975))
+    return Interval(float(values.sum() / others.sum()), float(low), float(high))
+
+
 @dataclasses.dataclass(frozen=True)
 class Proportion:
     """`right` of `count`."""

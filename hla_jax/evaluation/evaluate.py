@@ -22,7 +22,7 @@ from hla_jax.evaluation.memory import cache_memory
 from hla_jax.evaluation.results import Results
 from hla_jax.evaluation.schemes import HLA_INITIAL, HLA_UPTRAINED, side_by_side
 from hla_jax.evaluation.speed import decode_speed
-from hla_jax.evaluation.tasks import Setting
+from hla_jax.evaluation.synthetic_tasks import Setting
 from hla_jax.model import Model
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers")

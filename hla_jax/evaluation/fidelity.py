@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PositionRange:
-    """KL of the tokens read at positions `start` .. `stop` - 1."""
+    """KL and top-1 agreement after the tokens at positions `start` .. `stop` - 1."""
 
     start: int
     stop: int
     kl: Estimate
+    top1: Estimate | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Decoding:
     Attributes:
       kl: KL(full cache || scheme) in nats.
       top1: fraction of tokens whose most likely successor is the same.
-      by_position: the KL at growing distance from the start, in ranges of 1, 1, 2, 4, ... windows.
+      by_position: both at growing distance from the start, in ranges of 1, 1, 2, 4, ... windows.
     """
 
     kl: Estimate
@@ -64,15 +65,48 @@ class AttentionDivergence:
     Attributes:
       kl: KL(exact || scheme) in nats, averaged over layers, heads and tokens.
       error: relative squared error of the attention output.
+      kl_by_layer: the KL of every layer at every loop.
     """
 
     kl: tuple[float, ...]
     error: tuple[float, ...]
+    kl_by_layer: tuple[tuple[float, ...], ...] = ()
 
     @property
     def mean_kl(self) -> float:
         """Over loops."""
         return float(np.mean(self.kl))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fidelity:
+    """Everything of one scheme.
+
+    Attributes:
+      decoding: through the cache, token by token.
+      parallel_kl: KL of the next-token distributions when every token reads the past through the cache, in nats.
+      output_error: relative squared error of the attention output in that pass, at every loop.
+      attention: of HLA; None for another scheme, which has no attention weights of its own to compare.
+    """
+
+    decoding: Decoding
+    parallel_kl: Estimate
+    output_error: tuple[float, ...]
+    attention: AttentionDivergence | None
+
+
+def measure(
+    model: Model, schemes: Schemes, sequences: Int[np.ndarray, "N S"], prompt_length: int, *, batch_size: int = 8
+) -> dict[str, Fidelity]:
+    """The fidelity of every scheme but the full cache; the arguments are those of `decode_by_token`."""
+    decoding = compare_decoding(model, schemes, sequences, prompt_length, batch_size=batch_size)
+    found = {}
+    for name, one in decoding.items():
+        attention = schemes[name]
+        kl, errors = swapped_divergence(model, attention, sequences)
+        weights = attention_divergence(model, attention, sequences) if isinstance(attention.scheme, HLA) else None
+        found[name] = Fidelity(one, Estimate.of(kl), tuple(errors.mean(axis=0).tolist()), weights)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,10 +193,11 @@ def attention_divergence(
         found.append(jax.device_get(part))
         weights.append(counted.sum())
     kl, error = (np.average(np.asarray(parts, np.float64), axis=0, weights=weights) for parts in zip(*found))
-    return AttentionDivergence(tuple(kl.tolist()), tuple(error.tolist()))
+    by_layer = tuple(map(tuple, kl.tolist()))
+    return AttentionDivergence(tuple(kl.mean(axis=0).tolist()), tuple(error.mean(axis=0).tolist()), by_layer)
 
 
-_divergence = jax.jit(uptrain.divergence, static_argnums=(0, 1))
+_divergence = jax.jit(uptrain.divergence_by_layer, static_argnums=(0, 1))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "prompt_length"))
@@ -211,18 +246,18 @@ def _batches(sequences: Int[np.ndarray, "N S"], size: int) -> Iterator[Int[np.nd
 
 
 def _summary(found: ByToken, prompt_length: int, window: int) -> Decoding:
-    kl = found.kl
+    kl, same = found.kl, found.same
     stop = prompt_length + kl.shape[1]
     bounds = [0, max(window, 1)]
     while bounds[-1] < stop:
         bounds.append(2 * bounds[-1])
     ranges = [(max(low, prompt_length), min(high, stop)) for low, high in itertools.pairwise(bounds)]
-    by_position = tuple(
-        PositionRange(low, high, _over_sequences(kl[:, low - prompt_length : high - prompt_length]))
-        for low, high in ranges
-        if low < high
-    )
-    return Decoding(_over_sequences(kl), _over_sequences(found.same), by_position)
+    by_position = []
+    for low, high in ranges:
+        if low < high:
+            part = slice(low - prompt_length, high - prompt_length)
+            by_position.append(PositionRange(low, high, _over_sequences(kl[:, part]), _over_sequences(same[:, part])))
+    return Decoding(_over_sequences(kl), _over_sequences(same), tuple(by_position))
 
 
 def _over_sequences(by_token: Float[np.ndarray, "N S"]) -> Estimate:

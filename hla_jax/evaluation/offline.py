@@ -45,9 +45,14 @@ class Step:
 
 def tpu(topology: str) -> jax.Device:
     """A device of a TPU topology such as "v5e:2x2"."""
+    return tpus(topology)[0]
+
+
+def tpus(topology: str) -> list[jax.Device]:
+    """All devices of a TPU topology."""
     # Another process may have libtpu open.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
 
 
 def gpu(target: str | os.PathLike[str], capability: int) -> jax.Device:
@@ -77,7 +82,7 @@ def compile_step(
     )
     with jax.sharding.use_abstract_mesh(_abstract(device)):
         traced = step.trace(params, Attention(scheme, maps), cache, tokens)
-        program = traced.lower(lowering_platforms=(_platform(device),)).compile()
+        program = traced.lower(lowering_platforms=(platform(device),)).compile()
     text = program.as_text()
     slots = {buffer.shape[1:] for buffer in cache.buffers.values()}
     return Step(
@@ -165,8 +170,8 @@ def computations(program: str) -> dict[str, list[str]]:
     return found
 
 
-def _platform(device: jax.Device) -> str:
-    return "tpu" if device.platform == "tpu" else "cuda"
+def platform(device: jax.Device) -> str:
+    return device.platform if device.platform in ("tpu", "cpu") else "cuda"
 
 
 def _abstract(device: Any) -> AbstractMesh:

@@ -20,7 +20,7 @@ from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention, Cache
 from hla_jax.config import OuroConfig
 from hla_jax.evaluation.estimates import Estimate
-from hla_jax.evaluation.markdown import table
+from hla_jax.evaluation.markdown import table, three_digits
 from hla_jax.generation import decode
 from hla_jax.model import Model
 from hla_jax.models import ouro
@@ -97,7 +97,7 @@ def agreement_with_decoding(
 
 def markdown(by_dtype: dict[str, dict[str, Agreement]]) -> str:
     """Table 5: KL in 1e-4 nats, with its standard error over sequences, by procedure and dtype."""
-    cell = lambda kl: f"{kl.mean * 1e4:.3g}" + ("" if kl.stderr is None else f" ± {kl.stderr * 1e4:.2g}")
+    cell = lambda kl: three_digits(kl.mean * 1e4) + ("" if kl.stderr is None else f" ± {three_digits(kl.stderr * 1e4)}")
     names = list(next(iter(by_dtype.values())))
     rows = [[name, *(cell(of[name].kl) for of in by_dtype.values())] for name in names]
     return "\n".join(table(["KL from decoding, 1e-4 nats", *by_dtype], rows)) + "\n"

@@ -106,9 +106,7 @@ def forced(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Where decoding stands between two dispatches. Finished sequences stay in the batch and write into their last
-    slot.
-    """
+    """Where decoding stands between two dispatches. Finished sequences stay in the batch, empty: they read nothing."""
 
     cache: Cache
     token: Int[Array, " B"]
@@ -161,6 +159,7 @@ def advance(
     limit: Int[Array, " B"],
     count: int,
     given: Int[Array, "B M"] | None = None,
+    enough: Int[Array, ""] | None = None,
 ) -> tuple[Int[Array, "B N"], Progress]:
     """Decodes up to `count` more tokens in one dispatch, ending early once every request is done.
 
@@ -175,27 +174,30 @@ def advance(
       limit: most new tokens of each request.
       count: tokens per dispatch.
       given: each request's first new tokens where they are known already, -1 after them: these are not sampled.
+      enough: end as soon as so many requests are done; None for all of them.
 
     Returns:
       The new tokens, -1 where a request was done, and the progress.
     """
+    batch = progress.token.shape[0]
+    most = jnp.asarray(batch) if enough is None else jnp.minimum(enough, batch)
 
     def going(carry: tuple[Array, Array, Progress]) -> Array:
         index, _, progress = carry
-        return (index < count) & ~jnp.all(progress.done | (progress.made >= limit))
+        return (index < count) & (jnp.sum(progress.done | (progress.made >= limit)) < most)
 
     def one(carry: tuple[Array, Array, Progress]) -> tuple[Array, Array, Progress]:
         index, out, progress = carry
         over = progress.done | (progress.made >= limit)
         logits, cache = step(params, config, attention, progress.cache, progress.token)
-        # A finished request must not advance: its position would run past the capacity.
-        cache = dataclasses.replace(cache, lengths=jnp.where(over, progress.cache.lengths, cache.lengths))
+        # A finished request must not advance: its position would run past the capacity. Nobody needs what it stored.
+        cache = dataclasses.replace(cache, lengths=jnp.where(over, 0, cache.lengths))
         sampled = _or_given(sample(logits, sampling, keys, progress.made), given, progress.made)
         token = jnp.where(over, progress.token, sampled)
         out = out.at[:, index].set(jnp.where(over, -1, token))
         made = progress.made + jnp.where(over, 0, 1)
         return index + 1, out, Progress(cache, token, made, progress.done | (~over & _ends(token, stop)))
 
-    out = jnp.full((progress.token.shape[0], count), -1, jnp.int32)
+    out = jnp.full((batch, count), -1, jnp.int32)
     _, out, progress = jax.lax.while_loop(going, one, (jnp.zeros((), jnp.int32), out, progress))
     return out, progress

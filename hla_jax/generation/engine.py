@@ -1,42 +1,42 @@
 """Continuous batching: requests share the slots of one cache, and a slot that gets free is refilled at once.
 
-The cache is that of `decode.Progress`, of any scheme, with one row a slot. A prompt is read alone (batch 1, its length
-rounded up) and its cache copied into the slot's row; then all slots decode together, several tokens a dispatch, with no
-host synchronisation inside. What differs between requests (sampling, seed, limit, stop tokens) is an array over the
-slots, so decoding compiles once, and reading prompts once a rounded length.
+This file decides who is in which slot; `slots.py` holds the cache. A prompt is read alone (batch 1, its length rounded
+up) and its cache copied into the slot's row; then all slots decode together, several tokens a dispatch, with no host
+synchronisation inside. A dispatch ends early when a slot gets free that somebody waits for. What differs between
+requests (sampling, seed, limit, stop tokens) is an array over the slots, so decoding compiles once, and reading prompts
+once a rounded length.
 
 A request's tokens depend on its prompt, settings and seed, not on its slot or on what else is there. They are those of
 `generate`, up to rounding: another number of slots may add the same numbers in another order, which can decide between
-two tokens that are equally likely to the last bits.
+two tokens that are equally likely to the last bits. For that reason the slots stay as many as they are when few
+requests are left.
 
-All slots are on the devices that hold the model. Data parallelism is a later step, and its place is `Engine._empty`:
-there the slots (axis 1 of every buffer, axis 0 of everything else) would be spread over a mesh's data axis; nothing
-else here knows on which device a slot is.
+A model that was loaded onto a mesh with an axis "data" has its slots spread over it, and as many prompts of one rounded
+length are read at once.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from hla_jax.attention.scheme import Attention, Cache
-from hla_jax.generation import decode
-from hla_jax.generation.generate import Generation, Prompt, bucket, pad, prompt_ids
-from hla_jax.generation.sampling import BatchSampling, Sampling, batch_sampling, request_keys
+from hla_jax.attention.scheme import Attention
+from hla_jax.generation import slots as devices
+from hla_jax.generation.generate import Generation, Prompt, bucket, prompt_ids
+from hla_jax.generation.sampling import Sampling, batch_sampling, request_keys
 from hla_jax.generation.text import TextStream
 from hla_jax.model import Model
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int, Key
+    from jaxtyping import Int
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_CAPACITY = 4096
@@ -69,6 +69,8 @@ class Request:
       stop_strings: texts that end the request. The result's text ends before the first of them; its tokens end with
         the one that completed it.
       stream: called with what is new.
+      finished: called with the id and the result as soon as there is one, which may be long before `run` yields it in
+        its order.
     """
 
     prompt: Prompt
@@ -80,6 +82,7 @@ class Request:
     stop_tokens: Sequence[int] | None = None
     stop_strings: Sequence[str] = ()
     stream: Stream | None = None
+    finished: Callable[[int, Generation], None] | None = None
 
     @property
     def sampling(self) -> Sampling:
@@ -103,16 +106,9 @@ class _Entry:
     seen: int = 0
     """Tokens that came since it entered its slot; less than all while they are repeated after a restart."""
     streamed: int = 0
+    told: bool = False
+    """Whether `Request.finished` was called."""
     result: Generation | None = None
-
-
-class _Settings(NamedTuple):
-    """What `decode.advance` needs to know of the requests in the slots."""
-
-    sampling: BatchSampling
-    keys: Key[Array, " B"]
-    stop: Int[Array, "B E"]
-    limit: Int[Array, " B"]
 
 
 class Engine:
@@ -121,7 +117,7 @@ class Engine:
     Args:
       model: from `load`. With `models.ouro.for_decoding` applied to its parameters, steps are faster.
       attention: scheme and maps; None for the model's own.
-      slots: sequences decoded together; halved when memory runs out.
+      slots: sequences decoded together; halved when memory runs out. On a mesh with an axis "data", a multiple of it.
       capacity: most tokens of a request, prompt and new ones; None for `max_position_embeddings`, at most 4,096.
       tokens_per_dispatch: tokens decoded between two looks of the host: a slot that gets free waits for so many at
         most.
@@ -141,6 +137,9 @@ class Engine:
         tokens_per_dispatch: int = 8,
         queue: int = 1024,
     ):
+        self._groups = devices.groups(model)
+        if slots % self._groups:
+            raise ValueError(f"slots must be a multiple of the mesh's {self._groups} data groups, found {slots}")
         for name, value in (("slots", slots), ("tokens_per_dispatch", tokens_per_dispatch), ("queue", queue)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, found {value}")
@@ -156,8 +155,8 @@ class Engine:
         self._entries: dict[int, _Entry] = {}  # in order of submission, until their results are handed out
         self._news: collections.deque[_Entry] = collections.deque()  # to be told to their callbacks
         self._next_id = 0
-        self._progress: decode.Progress | None = None
-        self._settings: _Settings | None = None  # None when a slot has changed
+        self._device: devices.Slots | None = None
+        self._settings: devices.Settings | None = None  # None when a slot has changed
         self._stop_width = 4
 
     @property
@@ -228,49 +227,49 @@ class Engine:
 
     def _turn(self) -> list[tuple[_Entry, list[int]]]:
         """Returns new tokens of requests in slots."""
+        if self._device is None:
+            self._device = devices.Slots(self.model, self.attention, len(self._slots), self.capacity)
         if not self._waiting or None not in self._slots:
-            return self._decode()
-        entered = []
-        for slot in [slot for slot, entry in enumerate(self._slots) if entry is None][: len(self._waiting)]:
-            entry = self._slots[slot] = self._waiting.popleft()
-            self._enter(slot, entry)
-            entered.append((slot, entry))
+            return self._decode(self._device)
+        made = []
+        while self._waiting and None in self._slots:
+            made.append(self._enter(self._device))
+        return [(entry, [int(token)]) for entries, first in made for entry, token in zip(entries, np.asarray(first))]
+
+    def _enter(self, device: devices.Slots) -> tuple[list[_Entry], Int[Array, " R"]]:
+        """Reads the prompt of the request that waits longest, and of those right behind it that are of one width.
+        Returns these and their first tokens.
+        """
+        free = [slot for slot, entry in enumerate(self._slots) if entry is None]
+        free.sort(
+            key=lambda slot: slot % (len(self._slots) // self._groups)
+        )  # each group gets its part of few requests
+        width = self._width(self._waiting[0])
+        entered: list[_Entry] = []
+        while self._waiting and len(entered) < min(len(free), self._groups) and self._width(self._waiting[0]) == width:
+            entered.append(self._waiting.popleft())
+        for slot, entry in zip(free, entered):
+            self._slots[slot] = entry
         self._settings = None
-        assert self._progress is not None
-        first = np.asarray(self._progress.token)
-        return [(entry, [int(first[slot])]) for slot, entry in entered]
-
-    def _enter(self, slot: int, entry: _Entry) -> None:
-        model = self.model
-        if self._progress is None:
-            self._progress = self._empty()
-        width = min(bucket(len(entry.prompt)), model.config.max_position_embeddings)
-        tokens, lengths = pad([entry.prompt], width)
-        logits, filled = decode.prefill(model.params, model.config, self.attention, tokens, lengths, width)
-        settings = self._settings_of([entry])
-        given = jnp.asarray([entry.tokens[:1] or [-1]], jnp.int32)
-        self._progress = _put(
-            self._progress, jnp.asarray(slot), logits, filled, settings.sampling, settings.keys, settings.stop, given
+        given = [entry.tokens[0] if entry.tokens else -1 for entry in entered]
+        first = device.enter(
+            free[: len(entered)],
+            [entry.prompt for entry in entered],
+            width,
+            self._settings_of([*entered, *[None] * (self._groups - len(entered))]),
+            [*given, *[-1] * (self._groups - len(entered))],
         )
+        return entered, first
 
-    def _decode(self) -> list[tuple[_Entry, list[int]]]:
-        assert self._progress is not None
+    def _width(self, entry: _Entry) -> int:
+        return min(bucket(len(entry.prompt)), self.model.config.max_position_embeddings)
+
+    def _decode(self, device: devices.Slots) -> list[tuple[_Entry, list[int]]]:
         if self._settings is None:
             self._settings = self._settings_of(self._slots)
-        sampling, keys, stop, limit = self._settings
-        out, self._progress = decode.advance(
-            self.model.params,
-            self.model.config,
-            self.attention,
-            self._progress,
-            sampling,
-            keys,
-            stop,
-            limit,
-            self.tokens_per_dispatch,
-            self._given(),
-        )
-        return [(entry, [int(t) for t in row if t >= 0]) for entry, row in zip(self._slots, np.asarray(out)) if entry]
+        enough = jnp.asarray(1 if self._waiting else len(self._slots), jnp.int32)
+        out = device.decode(self._settings, self.tokens_per_dispatch, enough, self._given())
+        return [(entry, [int(t) for t in row if t >= 0]) for entry, row in zip(self._slots, out) if entry]
 
     def _deliver(self, made: Sequence[tuple[_Entry, list[int]]]) -> None:
         """Notes new tokens, and frees the slots of those that are over."""
@@ -291,6 +290,9 @@ class Engine:
             text = entry.text.take() if entry.text else ""
             if (new or text) and not cancelled and entry.request.stream:
                 entry.request.stream(entry.id, new, text)
+            if entry.result is not None and entry.request.finished and not entry.told:
+                entry.told = True
+                entry.request.finished(entry.id, entry.result)
 
     def _note(self, entry: _Entry, token: int) -> None:
         entry.seen += 1
@@ -312,6 +314,7 @@ class Engine:
         elif self.model.has_tokenizer:
             text = str(self.model.tokenizer.decode(entry.tokens))
         entry.result = Generation(entry.tokens, reason, text)
+        self._news.append(entry)
         if entry in self._slots:
             self._slots[self._slots.index(entry)] = None
             self._settings = None
@@ -333,25 +336,25 @@ class Engine:
         for entry in sorted(active, key=lambda entry: entry.id, reverse=True):
             entry.seen = 0
             self._waiting.appendleft(entry)
-        for leaf in jax.tree.leaves(self._progress):
-            if not leaf.is_deleted():
-                leaf.delete()
+        if self._device is not None:
+            self._device.delete()
         self._slots = [None] * len(self._slots)
-        self._progress = self._settings = None
+        self._device = self._settings = None
 
     def _halve(self, error: Exception) -> None:
         slots = len(self._slots)
-        if slots == 1:
+        fewer = slots // 2 // self._groups * self._groups
+        if fewer == 0:
             raise EngineMemoryError(
                 f"one slot of {self.capacity:,} tokens does not fit the device's memory beside the model; lower the "
                 "capacity, or take a scheme with fewer bytes per token"
             ) from error
-        self._slots = [None] * (slots // 2)
+        self._slots = [None] * fewer
         _LOG.warning(
             "out of memory with %d slots: going on with %d. Requests in flight start again from their prompts, with the"
             " tokens they have; finished ones are kept",
             slots,
-            slots // 2,
+            fewer,
         )
 
     def _given(self) -> Int[Array, "B M"] | None:
@@ -362,20 +365,11 @@ class Engine:
         width = bucket(max(map(len, tokens)))
         return jnp.asarray([[*row, *[-1] * (width - len(row))] for row in tokens], jnp.int32)
 
-    # What the devices hold.
-
-    def _empty(self) -> decode.Progress:
-        """All slots, free."""
-        dtype, slots = self.model.params["embed_tokens"].dtype, len(self._slots)
-        cache = self.attention.scheme.init_cache(self.model.config, slots, bucket(self.capacity), dtype)
-        token, made = jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32)
-        return decode.Progress(cache, token, made, jnp.ones(slots, bool))
-
-    def _settings_of(self, entries: Sequence[_Entry | None]) -> _Settings:
+    def _settings_of(self, entries: Sequence[_Entry | None]) -> devices.Settings:
         requests = [entry.request if entry else _IDLE for entry in entries]
         stops = [entry.stops if entry else () for entry in entries]
         stop = [[*row, *[-1] * (self._stop_width - len(row))] for row in stops]
-        return _Settings(
+        return devices.Settings(
             batch_sampling([request.sampling for request in requests]),
             _request_keys(jnp.asarray(np.asarray([request.seed for request in requests], np.uint32))),
             jnp.asarray(stop, jnp.int32),
@@ -408,31 +402,3 @@ class Engine:
 
 
 _request_keys = jax.jit(request_keys)
-
-
-@functools.partial(jax.jit, donate_argnames="progress")
-def _put(
-    progress: decode.Progress,
-    slot: Int[Array, ""],
-    logits: Float[Array, "1 V"],
-    filled: Cache,
-    sampling: BatchSampling,
-    keys: Key[Array, " 1"],
-    stop: Int[Array, "1 E"],
-    given: Int[Array, "1 1"],
-) -> decode.Progress:
-    """Puts a prompt that was read, and the token after it, into a slot. Tokens behind it stay as they were: nothing
-    reads them.
-    """
-    new = decode.start(logits, filled, sampling, keys, stop, given)
-
-    def put(axis: int, all_slots: Array, row: Array) -> Array:
-        starts = [jnp.zeros((), jnp.int32)] * row.ndim
-        starts[axis] = slot.astype(jnp.int32)
-        return jax.lax.dynamic_update_slice(all_slots, row.astype(all_slots.dtype), starts)
-
-    buffers: Mapping[str, Array] = jax.tree.map(functools.partial(put, 1), progress.cache.buffers, new.cache.buffers)
-    rest = lambda progress: (progress.cache.lengths, progress.token, progress.made, progress.done)
-    lengths, token, made, done = jax.tree.map(functools.partial(put, 0), rest(progress), rest(new))
-    cache = dataclasses.replace(progress.cache, buffers=dict(buffers), lengths=lengths)
-    return decode.Progress(cache, token, made, done)

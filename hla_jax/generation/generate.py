@@ -23,6 +23,7 @@ Prompt = str | Sequence[int]
 
 # Prompt lengths and capacities are rounded up, so that few shapes are compiled.
 _SMALLEST_BUCKET = 32
+_KERNEL_BLOCK = 128  # kernels take whole blocks of a capacity that has more than one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,7 @@ def generate(
     stop = jnp.asarray(stops, jnp.int32)
     keys = request_keys(jnp.asarray(np.asarray(seeds, np.uint32)))
     tokens, lengths = pad(ids, min(bucket(longest), model.config.max_position_embeddings))
-    capacity = max(tokens.shape[1], bucket(longest + max_new_tokens))
+    capacity = max(tokens.shape[1], capacity_bucket(longest + max_new_tokens))
     logits, cache = decode.prefill(model.params, model.config, attention, tokens, lengths, capacity)
     progress = decode.start(logits, cache, sampling, keys, stop)
     made = [np.asarray(progress.token)[:, None]]
@@ -165,6 +166,12 @@ def bucket(tokens: int) -> int:
     """Rounds up to an eighth of the next power of two: at most a quarter too much, and four sizes per doubling."""
     step = max(_SMALLEST_BUCKET, 1 << (tokens - 1).bit_length() >> 3)
     return -(-tokens // step) * step
+
+
+def capacity_bucket(tokens: int) -> int:
+    """As `bucket`, in whole blocks of 128 beyond the first; those beyond 2,048 are multiples of 512."""
+    rounded = bucket(tokens)
+    return rounded if rounded <= _KERNEL_BLOCK else -(-rounded // _KERNEL_BLOCK) * _KERNEL_BLOCK
 
 
 def _generation(model: Model, tokens: list[int], stop: Sequence[int]) -> Generation:

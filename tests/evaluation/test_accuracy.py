@@ -10,7 +10,7 @@ from hla_jax.attention.shared import SharedLoop
 from hla_jax.data import synthetic
 from hla_jax.evaluation import accuracy
 from hla_jax.evaluation.schemes import FULL, REUSE
-from hla_jax.evaluation.tasks import Setting
+from hla_jax.evaluation.synthetic_tasks import Setting
 from hla_jax.generation.generate import generate
 from hla_jax.model import load
 from hla_jax.models import weights

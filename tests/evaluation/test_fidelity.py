@@ -62,6 +62,10 @@ def test_agrees_with_logits_of_forced_decoding(model, schemes, tokens, found):
         [kl[:, :1].mean(), kl[:, 1:7].mean(), kl[:, 7:].mean()],
         rtol=1e-4,
     )
+    same = full.argmax(-1) == other.argmax(-1)
+    assert [part.top1.mean for part in got.by_position] == pytest.approx(
+        [same[:, :1].mean(), same[:, 1:7].mean(), same[:, 7:].mean()]
+    )
 
 
 def test_what_loses_nothing_does_not_diverge(found):
@@ -95,6 +99,9 @@ def test_attention_divergence_is_that_of_uptraining(model, schemes, tokens):
     np.testing.assert_allclose(got.kl, expected.kl, rtol=1e-5)
     np.testing.assert_allclose(got.error, expected.error, rtol=1e-5)
     np.testing.assert_allclose(got.mean_kl, np.mean(expected.kl), rtol=1e-5)
+    assert np.shape(got.kl_by_layer) == (model.config.num_layers, model.config.num_loops)
+    np.testing.assert_allclose(np.mean(got.kl_by_layer, axis=0), expected.kl, rtol=1e-5)
+    assert np.ptp(got.kl_by_layer, axis=0).min() > 1e-4
 
 
 def test_one_pass_fills_every_cache_as_its_own_pass_would(model, schemes, tokens):

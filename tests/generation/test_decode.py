@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from docs.loop_mean import LoopMean
 from hla_jax.attention.eviction import Evicted
 from hla_jax.attention.full import FullCache
 from hla_jax.attention.hla import HLA
@@ -99,6 +100,7 @@ SCHEMES = [
     LLA(16, 16),
     LowBit(4),
     Evicted(HLA(24, 8, 8, 64), 1024),
+    LoopMean(64),
 ]
 
 

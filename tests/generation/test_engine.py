@@ -16,7 +16,7 @@ from hla_jax.attention.low_bit import LowBit
 from hla_jax.attention.scheme import Attention
 from hla_jax.generation import decode
 from hla_jax.generation.engine import Engine, EngineMemoryError, QueueFullError, Request
-from hla_jax.generation.generate import generate
+from hla_jax.generation.generate import Generation, generate
 from hla_jax.generation.text import TextStream
 from hla_jax.model import NANO, Model
 from hla_jax.tokenizer import load_tokenizer
@@ -117,6 +117,31 @@ def test_a_free_slot_is_refilled_between_dispatches(model, monkeypatch):
     made = list(engine_of(model, slots=2).run([Request([1], new, stop_tokens=()) for new in (17, 5, 5, 5, 5)]))
     assert [len(one.tokens) for one in made] == [17, 5, 5, 5, 5]
     assert len(dispatches) == 4
+
+
+def test_a_dispatch_ends_when_a_slot_gets_free_that_somebody_waits_for(model, monkeypatch):
+    """Two short requests wait for the second slot; when nobody waits any more, the long one has long dispatches."""
+    dispatches = count_calls(monkeypatch, "advance")
+    engine = engine_of(model, slots=2, tokens_per_dispatch=16)
+    made = list(engine.run([Request([1], new, stop_tokens=()) for new in (20, 3, 3, 3)]))
+    assert [len(one.tokens) for one in made] == [20, 3, 3, 3]
+    assert len(dispatches) == 3  # of 2, 2 and 15 tokens
+
+
+def test_finished_is_told_at_once(model):
+    """Long before its turn in the order, with the same result, once; a request that is cancelled is finished, too."""
+    told, order = {}, []
+
+    def finished(number: int, result: Generation) -> None:
+        told[number] = result
+        order.append(number)
+
+    engine = engine_of(model, slots=2, tokens_per_dispatch=2)
+    for new in (12, 2, 3, 4):
+        engine.submit(Request([3], new, stop_tokens=(), finished=finished))
+    assert engine.cancel(3)
+    assert list(engine.run()) == [told[number] for number in range(4)]
+    assert order == [3, 1, 2, 0]
 
 
 def test_results_come_in_order_and_the_queue_is_bounded(model):

@@ -2,13 +2,15 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention, SchemeError
-from hla_jax.generation.generate import decode_forced, generate, unpad
+from hla_jax.generation.generate import capacity_bucket, decode_forced, generate, unpad
+from hla_jax.kernels.latent_decode import Stored, pallas_tpu
 from hla_jax.model import Model
 from tiny import GOLDEN_MODELS, golden, random_hla, tiny_config, tiny_params, tiny_tokens
 
@@ -108,3 +110,15 @@ def test_forced_decoding_needs_a_prompt_inside_the_tokens(model, prompt_length):
 def test_forced_decoding_of_a_whole_prompt(model):
     tokens = tiny_tokens(CONFIG, 2, 5)
     assert decode_forced(model, tokens, 5).shape == (2, 5, CONFIG.vocab_size)
+
+
+@pytest.mark.parametrize("widths", [(2048, 2048), (512, 512), (16 * 96, 16 * 160)])
+def test_a_tpu_kernel_takes_every_capacity(widths):
+    """Of Ouro-1.4B's full cache, HLA and LLA; rounding adds at most a quarter beyond the first blocks."""
+    capacities = {tokens: capacity_bucket(tokens) for tokens in range(1, 9000, 13)}
+    assert all(tokens <= capacity <= max(1.25 * tokens + 1, tokens + 127) for tokens, capacity in capacities.items())
+    assert all(capacity % 512 == 0 for capacity in capacities.values() if capacity > 2048)
+    assert len(set(capacities.values())) < 30
+    for capacity in set(capacities.values()):
+        buffers = (jax.ShapeDtypeStruct((8, 1, capacity, width), jnp.bfloat16) for width in widths)
+        assert pallas_tpu.problem(Stored(*buffers, None, None)) is None, capacity
