@@ -1,12 +1,15 @@
-"""What the papers measured to justify their design, on any looped model: structure of the cache, and where HLA errs.
+"""What the papers measured to justify their design, on any looped model: structure of the cache, where HLA errs, and
+sweeps of what a latent cache is made of.
 
     python -m experiments.analyze --what=all --model=hla_jax/assets/nano --workdir=runs/analysis
     python -m experiments.analyze --what=effective_rank,ridge --model=ByteDance/Ouro-1.4B --workdir=runs/analysis_1p4b \
         --data=FOLDER_OF_PARQUET --sequences=128 --tokens=1024
 
 The page is `results.md` in the work directory, with a JSON file and figures for each analysis. A finished analysis is
-not run again: a run that was stopped continues with the same command, and others can be added. `docs/analysis` has
-the embedded model's, from 16 + 8 sequences of 512 tokens: 92 seconds of CPU time.
+not run again, nor a finished cell of a sweep: a run that was stopped continues with the same command, and others can
+be added. The sweeps train, with the sizes of `--config`: of the embedded model by default, or of Ouro with
+`--config=configs/ouro_1p4b_sweeps.py`. `docs/analysis` has the embedded model's, from 16 + 8 sequences of 512 tokens:
+19 minutes of CPU time, on two cores.
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ import hla_jax
 from experiments import command_line, launch
 from hla_jax import attention_files, tensor_files
 from hla_jax.analysis.analyses import ANALYSES, Settings, Subject
+from hla_jax.analysis.bench import Bench, Sweeps
 from hla_jax.analysis.divergence import RANGES
 from hla_jax.analysis.page import write_page
+from hla_jax.analysis.sweeps import SWEEPS
 from hla_jax.attention import registry
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention, SchemeError
@@ -42,7 +47,8 @@ from hla_jax.recipes.workdir import claim
 if TYPE_CHECKING:
     from jaxtyping import Int
 
-_WHAT = flags.DEFINE_list("what", ["all"], f"Which: all, or some of {', '.join(ANALYSES)}.")
+_NAMES = (*ANALYSES, *SWEEPS)
+_WHAT = flags.DEFINE_list("what", ["all"], f"Which: all, or some of {', '.join(_NAMES)}.")
 _MODEL = flags.DEFINE_string("model", str(hla_jax.NANO), "Directory or hub id.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Of the weights; by default bfloat16, and float32 on a CPU.")
 _DATA = flags.DEFINE_list("data", [SYNTHETIC, STANDARD_LIBRARY], "Files, folders or hub data sets, in equal parts.")
@@ -56,6 +62,8 @@ _RANKS = flags.DEFINE_list("hla", None, "Of closed-form maps: rank_k,rank_v,rank
 _WINDOW = flags.DEFINE_integer("window", 0, "Of closed-form maps.", lower_bound=0)
 _QUERIES = flags.DEFINE_integer("queries", 32, "Positions of each sequence in `divergence`.", lower_bound=1)
 _RANGES = flags.DEFINE_list("ranges", [str(start) for start in RANGES], "First distance of each range.")
+_COMPARISON = flags.DEFINE_string("comparison", None, "Work directory of experiments.compare, for `quality`.")
+_SWEEPS = pathlib.Path(__file__).parents[1] / "configs" / "nano_sweeps.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +80,8 @@ class Job:
       maps: an export with HLA maps, or None for closed-form ones.
       hla: rank_k, rank_v and rank_loop1 of closed-form maps; None as `closed_form` says.
       window: of closed-form maps.
+      sweeps: sizes and trainings of the sweeps.
+      comparison: work directory of `experiments.compare` on the same model, for `quality`.
     """
 
     model: str
@@ -85,6 +95,8 @@ class Job:
     maps: str | None
     hla: tuple[int, ...] | None
     window: int
+    sweeps: Sweeps
+    comparison: str | None = None
 
     def claims(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         """What all analyses of a work directory share, and what decides one of them besides."""
@@ -93,11 +105,16 @@ class Job:
         common |= {"sequences": self.sequences, "held_out": self.held_out, "tokens": self.tokens}
         maps = {"maps": self.maps, "hla": self.hla, "window": self.window}
         split = maps | {"queries": settings.queries, "ranges": settings.ranges}
-        return common, {"ridge": {"penalty": settings.penalty}, "divergence": split}
+        cells, own = self.sweeps.claims()
+        own["divergence_uptrained"] |= {"queries": settings.queries, "ranges": settings.ranges}
+        own["quality"] |= {"comparison": self.comparison}
+        own |= {"ridge": {"penalty": settings.penalty}, "divergence": split, "cells": cells}
+        return common, own
 
 
 def main() -> None:
-    print(f"page: {run(from_flags(), chosen(_WHAT.value), launch.workdir(), launch.title())}")
+    job = from_flags()
+    print(f"page: {run(job, chosen(_WHAT.value, job), launch.workdir(), launch.title())}")
 
 
 def run(job: Job, names: Sequence[str], workdir: pathlib.Path, title: str) -> pathlib.Path:
@@ -108,14 +125,20 @@ def run(job: Job, names: Sequence[str], workdir: pathlib.Path, title: str) -> pa
 
     Raises:
       ConfigError: `workdir` belongs to another job, or cannot be written.
+      SchemeError: a size of the sweeps does not fit the model.
     """
+    sweeps = [name for name in names if name in SWEEPS]
+    # Trainings run on one device, as their recipes do; passes over the data are shared.
+    mesh = None if sweeps else launch.devices()
+    model = hla_jax.load(job.model, job.dtype, mesh)
+    if sweeps:
+        job.sweeps.check(model.config, job.tokens)
     common, own = job.claims()
     claim(workdir, common)
-    for name in names:
+    for name in [*names, *(["cells"] if sweeps else [])]:
         claim(workdir / name, {"analysis": name} | own.get(name, {}))
+    print(banner(title, mesh=mesh, dtype=job.dtype, dtype_reason="--dtype", attention="jnp", attention_reason="exact"))
     missing = [name for name in names if not result_file(workdir, name).exists()]
-    print(banner(title, dtype=job.dtype, dtype_reason="--dtype", attention="jnp", attention_reason="exact passes"))
-    model = hla_jax.load(job.model, job.dtype)
     if missing:
         rows = draw(job, model, job.sequences, held_out=False)
         subject = Subject(
@@ -125,10 +148,11 @@ def run(job: Job, names: Sequence[str], workdir: pathlib.Path, title: str) -> pa
             lambda: attention(job, model, rows),
             job.settings,
         )
+        bench = Bench(subject, job.sweeps, workdir, job.comparison)
     for number, name in enumerate(missing, start=1):
         print(f"analysis {number} of {len(missing)}: {name}", flush=True)
         start = time.monotonic()
-        result = ANALYSES[name](subject)
+        result = ANALYSES[name](subject) if name in ANALYSES else SWEEPS[name](bench)
         found = {"command": title, "seconds": round(time.monotonic() - start, 1), "result": result}
         with tensor_files.new_file(result_file(workdir, name)) as partial:
             tensor_files.write_json(partial, found)
@@ -158,14 +182,22 @@ def from_flags() -> Job:
         maps=_MAPS.value,
         hla=ranks,
         window=_WINDOW.value,
+        sweeps=launch.read_config(Sweeps),
+        comparison=_COMPARISON.value,
     )
 
 
-def chosen(what: Sequence[str]) -> list[str]:
-    """The analyses asked for, in their order. Raises `ConfigError` for an unknown one."""
-    if unknown := sorted(set(what) - {"all", *ANALYSES}):
-        raise ConfigError(f"--what: no analysis {', '.join(unknown)}; there are all, {', '.join(ANALYSES)}")
-    return [name for name in ANALYSES if name in what or "all" in what]
+def chosen(what: Sequence[str], job: Job) -> list[str]:
+    """The analyses asked for, in their order. Raises `ConfigError` for an unknown one, or one that lacks something."""
+    if unknown := sorted(set(what) - {"all", *_NAMES}):
+        raise ConfigError(f"--what: no analysis {', '.join(unknown)}; there are all, {', '.join(_NAMES)}")
+    if "quality" in what and job.comparison is None:
+        raise ConfigError("--what: quality needs --comparison, the work directory of experiments.compare")
+    if job.comparison:
+        other = read_json(pathlib.Path(job.comparison) / "job.json")["model"]
+        if pathlib.PurePath(other).name != pathlib.PurePath(job.model).name:
+            raise ConfigError(f"--comparison: {job.comparison} compares caches of {other}, not of --model={job.model}")
+    return [name for name in _NAMES if name in what or ("all" in what and (name != "quality" or job.comparison))]
 
 
 def result_file(workdir: pathlib.Path, name: str) -> pathlib.Path:
@@ -203,7 +235,7 @@ def closed_form(config: OuroConfig) -> tuple[int, int, int]:
 
 def write(job: Job, config: OuroConfig, workdir: pathlib.Path) -> pathlib.Path:
     """The page of all that is finished."""
-    found = {name: read_json(result_file(workdir, name)) for name in ANALYSES if result_file(workdir, name).exists()}
+    found = {name: read_json(result_file(workdir, name)) for name in _NAMES if result_file(workdir, name).exists()}
     sizes = f"{config.num_layers} layers, {config.num_loops} loops, {config.num_kv_heads} key-value heads of"
     rows = f"{job.sequences} sequences to fit to and {job.held_out} held-out ones, of {job.tokens:,} tokens"
     facts = {
@@ -219,5 +251,6 @@ def write(job: Job, config: OuroConfig, workdir: pathlib.Path) -> pathlib.Path:
 
 
 if __name__ == "__main__":
+    flags.FLAGS.set_default("config", str(_SWEEPS))
     flags.mark_flag_as_required("workdir")
     command_line.run(main)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hla_jax.analysis import figures
+from hla_jax.analysis import figures, sweep_page
 from hla_jax.analysis.analyses import AROUND_MEAN, AS_THEY_ARE
 from hla_jax.analysis.figures import Figure
 from hla_jax.analysis.structure import AXES, PROJECTIONS
@@ -34,7 +35,7 @@ def write_page(results: Mapping[str, Result], facts: Mapping[str, str], director
     Returns:
       The path of `results.md`.
     """
-    header = ["# Structure of the cache", "", *(f"- {name}: {value}" for name, value in facts.items())]
+    header = ["# Analyses", "", *(f"- {name}: {value}" for name, value in facts.items())]
     sections = [header, _beside_papers(results)]
     for name in _SECTIONS:
         if name in results:
@@ -76,15 +77,18 @@ def _beside_papers(results: Mapping[str, Result]) -> list[str]:
             paper = "one loop {:.2f}, loops 2-4 {:.2f} (HLA)".format(*PAPER_KEPT[kind])
             here = f"one loop {one[1]:.2f}, loops 2-{len(found[kind][0]['alone'])} {together[1]:.2f}"
             rows.append((f"variance of {kind} kept at a quarter of one loop's rank", paper, here))
-    if found := results.get("divergence"):
+    if found := results.get("divergence_uptrained", results.get("divergence")):
         attention, kl = (np.mean(found[name], axis=(0, 1)) for name in ("attention", "kl"))
         starts = np.asarray(found["starts"])
         near = (starts >= 1) & (starts < 128)
-        text = f"{attention[near].sum():.1%} of the attention, {kl[near].sum() / kl.sum():.1%} of the divergence"
+        when = "uptrained" if "divergence_uptrained" in results else "closed form"
+        held, errs = attention[near].sum(), kl[near].sum() / kl.sum()
+        text = f"{held:.1%} of the attention, {errs:.1%} of the divergence ({when})"
         rows.append(("distances 1-127", "26.6% of the attention, 48.7% of the divergence (HLA, uptrained)", text))
         units = ", ".join(f"{name}: {k / a:.3f}" for name, k, a in zip(found["ranges"], kl, attention) if a > 0)
         paper = "1-31: 0.040, 32-127: 0.049, 1,024 and more: 0.009 (HLA, uptrained)"
         rows.append(("divergence per unit of attention (nats)", paper, units))
+    rows += sweep_page.beside(results)
     head = ["", "Ouro, in the papers", "here"]
     return ["## Beside the papers", "", *table(head, rows), "", *_LEGEND] if rows else []
 
@@ -274,7 +278,7 @@ def _projection(found: Result) -> tuple[list[str], Drawn]:
     return lines, {"projection": figure}
 
 
-def _divergence(found: Result) -> tuple[list[str], Drawn]:
+def _divergence(found: Result, name: str, title: str) -> tuple[list[str], Drawn]:
     attention, kl = (np.mean(found[name], axis=0) for name in ("attention", "kl"))
     ranges, loops = found["ranges"], [f"loop {loop + 1}" for loop in range(len(kl))]
     split = {
@@ -284,8 +288,8 @@ def _divergence(found: Result) -> tuple[list[str], Drawn]:
     per_unit = kl / np.where(attention > 0, attention, 1)
     by_loop = {name: list(values) for name, values in zip(loops, per_unit)}
     drawn = {
-        "divergence_split": figures.bars(ranges, split, "share (%)", number="{:.0f}", xlabel=_DISTANCE),
-        "divergence_per_attention": figures.bars(
+        f"{name}_split": figures.bars(ranges, split, "share (%)", number="{:.0f}", xlabel=_DISTANCE),
+        f"{name}_per_attention": figures.bars(
             ranges, by_loop, "KL per unit of attention (nats)", log=True, number="{:.2g}", xlabel=_DISTANCE
         ),
     }
@@ -304,7 +308,7 @@ def _divergence(found: Result) -> tuple[list[str], Drawn]:
     ]
     scheme = ", ".join(f"{name} {value}" for name, value in found["scheme"].items())
     lines = [
-        "## Where the latent errs",
+        f"## {title}",
         "",
         f"HLA ({scheme}) on the exact model's hidden states:",
         "attention and the nonnegative terms of its KL divergence (equation 8 of the HLA paper) by the distance, in",
@@ -325,7 +329,11 @@ _SECTIONS: dict[str, Callable[[Result], tuple[list[str], Drawn]]] = {
     "variance": _variance,
     "ridge": _ridge,
     "projection": _projection,
-    "divergence": _divergence,
+    "divergence": functools.partial(_divergence, name="divergence", title="Where the latent errs"),
+    "divergence_uptrained": functools.partial(
+        _divergence, name="divergence_uptrained", title="Where the latent errs after a short uptraining"
+    ),
+    **sweep_page.SECTIONS,
 }
 
 

@@ -115,7 +115,7 @@ class _Axis:
         return 2, 1 + self.length
 
     def __call__(self, h, counted, projections, operand):
-        if self.axis != "layers":
+        if h.ndim == 3:  # one layer by itself
             h, operand = h[None], operand[None]
             projections = {name: weight[None] for name, weight in projections.items()}
         around = _around(h, operand)
@@ -179,7 +179,7 @@ def axis_energies(
         np.zeros((config.num_layers, config.num_loops, config.hidden_size), np.float32) if around is None else around
     )
     together = config.num_layers if axis == "layers" else 1
-    operand = around[None] if axis == "layers" else around
+    operand = around[None] if together > 1 else around
     (total,) = moments.measure(params, config, sequences, [measure], [operand], together)
     found = total / sequences.lengths.sum()
     return Energies(found[..., 0], found[..., 1:])

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 
+import dacite
 import jax
 import numpy as np
 import pytest
 
+from configs import nano_sweeps
 from experiments import analyze
-from hla_jax.analysis import analyses
 from hla_jax.analysis.analyses import ANALYSES, AROUND_MEAN, AS_THEY_ARE, Settings, Subject
 from hla_jax.analysis.page import write_page
 from hla_jax.calibration.calibrate import calibrate
@@ -17,7 +18,8 @@ from hla_jax.model import Model
 from tiny import tiny_config, tiny_params, tiny_tokens
 
 CONFIG = tiny_config(num_loops=4)
-JOB = analyze.Job("nowhere", "float32", ("synthetic",), 4, 2, 20, 0, Settings(ranges=(0, 1, 8)), None, None, 0)
+SWEEPS = dacite.from_dict(analyze.Sweeps, nano_sweeps.get_config().to_dict(), dacite.Config(strict=True))
+JOB = analyze.Job("nowhere", "float32", ("synthetic",), 4, 2, 20, 0, Settings(ranges=(0, 1, 8)), None, None, 0, SWEEPS)
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +129,16 @@ def test_a_directory_of_another_job_is_refused(counted, tmp_path):
 
 def test_an_unknown_analysis_is_refused():
     with pytest.raises(ConfigError, match="no analysis rigde; there are all, effective_rank"):
-        analyze.chosen(["ridge", "rigde"])
-    assert analyze.chosen(["ridge", "spectra"]) == ["spectra", "ridge"]
-    assert analyze.chosen(["all"]) == list(analyses.ANALYSES)
+        analyze.chosen(["ridge", "rigde"], JOB)
+    assert analyze.chosen(["passkey", "ridge", "spectra"], JOB) == ["spectra", "ridge", "passkey"]
+    assert analyze.chosen(["all"], JOB) == [*ANALYSES, *list(analyze.SWEEPS)[:-1]]
+
+
+def test_a_comparison_of_another_model_is_refused(tmp_path):
+    (tmp_path / "job.json").write_text('{"model": "somewhere/Ouro-1.4B"}')
+    with pytest.raises(ConfigError, match="quality needs --comparison"):
+        analyze.chosen(["quality"], JOB)
+    job = dataclasses.replace(JOB, comparison=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"compares caches of somewhere/Ouro-1.4B, not of --model=nowhere"):
+        analyze.chosen(["all"], job)
+    assert analyze.chosen(["all"], dataclasses.replace(job, model="Ouro-1.4B"))[-1] == "quality"

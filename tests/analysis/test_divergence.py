@@ -1,11 +1,15 @@
-"""The divergence by distance: nonnegative terms, against numpy in float64 and against uptraining's loss."""
+"""The divergence by distance and of queries that are moved: nonnegative terms, against numpy in float64 and against
+uptraining's loss.
+"""
+
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import naive
-from hla_jax.analysis.divergence import ByDistance, by_distance, terms
+from hla_jax.analysis.divergence import ByDistance, by_distance, by_shift, terms
 from hla_jax.attention.capture import attention_inputs
 from hla_jax.attention.full import FullCache
 from hla_jax.attention.scheme import Attention
@@ -52,35 +56,43 @@ def test_terms_in_float32_never_go_below_nothing():
     np.testing.assert_allclose(terms(jnp.asarray([-500.0, -500.0]), jnp.asarray([-800.0, 0.0])), [0, 1])
 
 
+def scores_one_by_one(params, attention, tokens, queries, shift=0):
+    """Yields layer, loop, query and the exact and the latent scores [i + 1, H] of all that it sees."""
+    h = np.asarray(attention_inputs(params, CONFIG, jnp.asarray(tokens), jnp.arange(LENGTH)[None]))
+    store = naive.LatentStore(CONFIG, attention.params)
+    for row in range(len(tokens)):
+        for layer in range(CONFIG.num_layers):
+            weights = {name: np.asarray(value[layer]) for name, value in params["layers"].items()}
+            for loop in range(CONFIG.num_loops):
+                for token in range(LENGTH):
+                    one = h[loop, layer, row, token]
+                    heads = lambda name: (weights[name] @ one).reshape(-1, CONFIG.head_dim)  # noqa: B023
+                    store.note(token, loop, layer, one, heads("k_proj"), heads("v_proj"))
+            for loop in range(CONFIG.num_loops):
+                for i in queries:
+                    q = (weights["q_proj"] @ h[loop, layer, row, i]).reshape(-1, CONFIG.head_dim)
+                    read = lambda way: np.stack([way(i + shift, j, loop, layer, q)[0] for j in range(i + 1)])  # noqa: B023
+                    yield layer, loop, i, read(store.exact), read(store.read)
+
+
+def softmax(scores):
+    return np.exp(scores - scores.max(0)) / np.exp(scores - scores.max(0)).sum(0)
+
+
 @pytest.mark.parametrize("window", [0, 2])
 def test_ranges_against_one_pair_at_a_time(tiny, window):
     params, tokens = tiny
     attention = random_hla(CONFIG, window, "float64")
     found = by_distance(params, CONFIG, attention, tokens, queries=3, starts=STARTS)
-    h = np.asarray(attention_inputs(params, CONFIG, jnp.asarray(tokens), jnp.arange(LENGTH)[None]))
-    store = naive.LatentStore(CONFIG, attention.params)
     held, split = np.zeros((2, 2, 3, 4))
-    queries = [3, 8, 13]
-    for row in range(2):
-        for layer in range(2):
-            weights = {name: np.asarray(value[layer]) for name, value in params["layers"].items()}
-            for loop in range(3):
-                for token in range(LENGTH):
-                    one = h[loop, layer, row, token]
-                    heads = lambda name: (weights[name] @ one).reshape(-1, CONFIG.head_dim)  # noqa: B023
-                    store.note(token, loop, layer, one, heads("k_proj"), heads("v_proj"))
-            for loop in range(3):
-                for i in queries:
-                    q = (weights["q_proj"] @ h[loop, layer, row, i]).reshape(-1, CONFIG.head_dim)
-                    exact = np.stack([store.exact(i, j, loop, layer, q)[0] for j in range(i + 1)])
-                    read = np.stack([store.read(i, j, loop, layer, q)[0] for j in range(i + 1)])
-                    read = np.where((i - np.arange(i + 1) <= window)[:, None], exact, read)
-                    a, b = (np.exp(s - s.max(0)) / np.exp(s - s.max(0)).sum(0) for s in (exact, read))
-                    kl = a * np.log(a / b) - a + b
-                    for j in range(i + 1):
-                        part = max(n for n, start in enumerate(STARTS) if start <= i - j)
-                        held[layer, loop, part] += a[j].mean() / 6
-                        split[layer, loop, part] += kl[j].mean() / 6
+    for layer, loop, i, exact, read in scores_one_by_one(params, attention, tokens, [3, 8, 13]):
+        read = np.where((i - np.arange(i + 1) <= window)[:, None], exact, read)
+        a, b = softmax(exact), softmax(read)
+        kl = a * np.log(a / b) - a + b
+        for j in range(i + 1):
+            part = max(n for n, start in enumerate(STARTS) if start <= i - j)
+            held[layer, loop, part] += a[j].mean() / 6
+            split[layer, loop, part] += kl[j].mean() / 6
     assert found.starts == STARTS[:-1]
     np.testing.assert_allclose(found.attention, held, rtol=1e-8)
     np.testing.assert_allclose(found.kl, split, rtol=1e-6, atol=1e-12)
@@ -111,6 +123,35 @@ def test_maps_of_full_rank_do_not_err_and_a_planted_fault_shows_where_it_is(tiny
     assert found[1, 2] > 1e-4
     found[1, 2] = 0
     assert found.max() < 1e-12
+
+
+def test_moved_queries_against_one_pair_at_a_time(tiny):
+    params, tokens = tiny
+    attention, shifts, gap = random_hla(CONFIG, 2, "float64"), (0, 5, 40), 4
+    found = by_shift(params, CONFIG, attention, tokens, shifts, queries=2, gap=gap)
+    expected = np.zeros((3, 2, 3))
+    for number, shift in enumerate(shifts):
+        for layer, loop, i, exact, read in scores_one_by_one(params, attention, tokens, [12, 13], shift):
+            a, b = softmax(exact[: i - gap + 1]), softmax(read[: i - gap + 1])
+            expected[number, layer, loop] += (a * np.log(a / b)).sum(0).mean() / 4
+    np.testing.assert_allclose(found, expected, rtol=1e-8)
+    assert not np.isclose(found[0], found[2], rtol=1e-2).all()
+
+
+def test_maps_of_full_rank_do_not_err_at_any_distance_and_a_wrong_rotation_does(tiny):
+    params, tokens = tiny
+    attention = full_rank_hla(CONFIG, params, 1, shuffle=3)
+    moved = lambda attention: by_shift(params, CONFIG, attention, tokens, (0, 1000), queries=3, gap=2).max()
+    assert moved(attention) < 1e-12
+    turned = attention.scheme.pair_frequency[1:] + attention.scheme.pair_frequency[:1]
+    assert moved(Attention(dataclasses.replace(attention.scheme, pair_frequency=turned), attention.params)) > 1e-4
+
+
+def test_a_gap_that_reads_the_window_or_nothing_is_refused(tiny):
+    params, tokens = tiny
+    for gap in (2, 12):
+        with pytest.raises(ValueError, match=f"gap must be beyond the window of 2 and up to 11, .* found {gap}"):
+            by_shift(params, CONFIG, random_hla(CONFIG, 2, "float64"), tokens, (0,), queries=3, gap=gap)
 
 
 def test_what_cannot_be_split_is_refused(tiny):

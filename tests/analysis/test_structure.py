@@ -1,5 +1,7 @@
 """Structure of the cache against numpy over stacked tokens, in float64, and identities that hold on any data."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -80,6 +82,13 @@ def test_loops_that_are_alike_have_one_direction(data, x64):
     total = measure(h, np.ones(h.shape[1], bool), projections, np.zeros((3, 16)))
     np.testing.assert_allclose(total[:, 0] / h.shape[1], 1 / 3, rtol=1e-6)
     np.testing.assert_allclose(total[:, 1] / h.shape[1], 1, rtol=1e-6)
+
+
+def test_one_layer_is_all_of_its_axis(x64):
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    found = structure.axis_energies(tiny_params(config, "float64"), config, Sequences.of([[1, 2, 3], [4]]), "layers")
+    np.testing.assert_allclose(found.effective_rank, 1)
+    np.testing.assert_allclose(found.spectrum, 1)
 
 
 def test_moments_are_those_of_all_tokens_at_once(data):
