@@ -7,7 +7,7 @@ import pytest
 
 import hla_jax
 from hla_jax.data import standard_library, synthetic
-from hla_jax.evaluation import tasks
+from hla_jax.evaluation import synthetic_tasks
 
 
 @pytest.fixture(scope="module")
@@ -50,24 +50,26 @@ def test_special_tokens(model):
     assert model.tokenizer.decode(model.tokenizer.encode("def f(x):\n    return 'é'")) == "def f(x):\n    return 'é'"
 
 
-@pytest.mark.parametrize("setting", tasks.SETTINGS[::3] + tasks.SETTINGS[1:2], ids=lambda setting: setting.name)
+@pytest.mark.parametrize(
+    "setting", synthetic_tasks.SETTINGS[::3] + synthetic_tasks.SETTINGS[1:2], ids=lambda setting: setting.name
+)
 def test_it_is_as_good_as_its_scores_say(model, setting, filler, tokenize):
     scores = json.loads((hla_jax.NANO / "scores.json").read_text())
-    found = tasks.exact_match(model.params, model.config, setting.examples(32, filler, seed=5), tokenize)
+    found = synthetic_tasks.exact_match(model.params, model.config, setting.examples(32, filler, seed=5), tokenize)
     assert found >= scores[setting.name] - 0.15
     assert scores[setting.name] >= (0.95 if setting.task.kind == "recall" else 0.9)
 
 
 def test_generation_answers(model, filler):
     """Through the cache, a question is answered as the parallel pass says."""
-    examples = tasks.SETTINGS[0].examples(8, filler, seed=6)
+    examples = synthetic_tasks.SETTINGS[0].examples(8, filler, seed=6)
     complete = lambda prompts: [
         made.text for made in hla_jax.generate(model, prompts, 8, stop_tokens=(0, *model.tokenizer.encode("\n")))
     ]
-    assert tasks.accuracy(complete, examples) >= 0.75
+    assert synthetic_tasks.accuracy(complete, examples) >= 0.75
 
 
 def test_text_loss_is_that_of_a_language_model(model, tokenize):
     text = next(standard_library.documents("held_out"))
-    loss = tasks.text_loss(model.params, model.config, jnp.asarray(tokenize(text)[:512])[None])
+    loss = synthetic_tasks.text_loss(model.params, model.config, jnp.asarray(tokenize(text)[:512])[None])
     assert loss < 4.5
