@@ -1,5 +1,7 @@
 """On eight (virtual) devices everything lies where the table says, and computes what one device computes."""
 
+import textwrap
+
 import pytest
 
 from eight_devices import on_eight_devices
