@@ -41,7 +41,7 @@ from hla_jax.banner import banner
 from hla_jax.config import ConfigError, OuroConfig, read_json
 from hla_jax.data import pipeline
 from hla_jax.data.pipeline import STANDARD_LIBRARY, SYNTHETIC, Source
-from hla_jax.model import Model
+from hla_jax.model import Model, load_attention
 from hla_jax.recipes.workdir import claim
 
 if TYPE_CHECKING:
@@ -220,10 +220,7 @@ def attention(job: Job, model: Model, rows: Int[np.ndarray, "N S"]) -> Attention
     scheme = registry.from_entries(attention_files.read_attention(directory))
     if not isinstance(scheme, HLA):
         raise SchemeError(f"--maps: {directory} holds {type(scheme).__name__}, expected HLA")
-    fitted = hla_jax.load(job.maps, job.dtype)
-    if fitted.config != model.config:
-        raise SchemeError(f"--maps: {directory} was fitted to a model of other sizes than {job.model}")
-    return fitted.attention
+    return load_attention(job.maps, model)
 
 
 def closed_form(config: OuroConfig) -> tuple[int, int, int]:

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 import dacite
 import jax
 from absl import flags
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from ml_collections import config_flags
 
 from experiments import command_line
+from hla_jax import sharding
 from hla_jax.config import ConfigError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, e.g. configs/nano_hla.py.")
@@ -62,8 +63,7 @@ def title() -> str:
 
 def devices() -> Mesh | None:
     """All devices side by side: each has the whole model and reads its part of the rows. None for a single one."""
-    count = jax.device_count()
-    return jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,)) if count > 1 else None
+    return sharding.make_mesh(data=-1) if jax.device_count() > 1 else None
 
 
 def run(main: Callable[[], Any]) -> None:

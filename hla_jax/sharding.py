@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental import multihost_utils
@@ -220,7 +221,17 @@ def like(tree: Any, template: Any, placed: Any, mesh: Mesh) -> Any:
 
 def row_parts(mesh: Mesh | None) -> int:
     """Into how many parts the rows of a batch are split."""
-    return 1 if mesh is None else math.prod(mesh.shape[name] for name in RULES["batch"])
+    return 1 if mesh is None else math.prod(mesh.shape.get(name, 1) for name in RULES["batch"])
+
+
+def check_rows(rows: int, what: str, micro_batches: int, mesh: Mesh | None) -> None:
+    """Raises `ConfigError` where the rows of a batch ("rows of 64 tokens") do not split evenly."""
+    split = row_parts(mesh)
+    if rows % (micro_batches * split):
+        raise ConfigError(
+            f"{rows} {what} in {micro_batches} micro-batches do not split over the mesh's data x fsdp = {split}: rows "
+            f"must be a multiple of micro_batches x {split}"
+        )
 
 
 def reader(mesh: Mesh | None) -> tuple[int, int]:
@@ -277,6 +288,11 @@ def put(tree: Any, shardings: Any) -> Any:
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
     return jax.tree.map(place, tree, shardings)
+
+
+def on_one_device(tree: Any) -> Any:
+    """The same arrays, whole, on the default device."""
+    return jax.tree.map(jnp.asarray, to_host(tree))
 
 
 def to_host(tree: Any) -> Any:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm
 
 from hla_jax import sharding
@@ -162,8 +162,9 @@ def _micro_batches(
 ) -> Iterator[tuple[Int[Array, "b S"], Int[Array, " b"]]]:
     count, length = sequences.tokens.shape
     per_sequence = config.num_loops * len(layers) * length * config.hidden_size * params["embed_tokens"].dtype.itemsize
-    rows_of = _row_sharding(params)
-    devices = rows_of.mesh.shape["data"] if rows_of else 1
+    held = getattr(params["embed_tokens"], "sharding", None)
+    mesh = held.mesh if isinstance(held, NamedSharding) and isinstance(held.mesh, Mesh) else None
+    devices = sharding.row_parts(mesh)
     size = devices * int(np.clip(CAPTURE_BYTES // per_sequence, 1, -(-count // devices)))
     label = f"calibration, layers {layers.start + 1}-{layers.stop}"
     with tqdm(total=count, desc=label, unit="sequence", leave=False) as bar:
@@ -171,16 +172,8 @@ def _micro_batches(
             rows = np.arange(start, start + size)
             # The last micro-batch repeats a row with length 0 rather than compiling another shape.
             tokens, lengths = (np.take(x, rows, axis=0, mode="clip") for x in (sequences.tokens, sequences.lengths))
-            yield jax.device_put((tokens, np.where(rows < count, lengths, 0)), rows_of)
+            yield sharding.put_shared((tokens, np.where(rows < count, lengths, 0)), mesh)
             bar.update(int(np.sum(rows < count)))
-
-
-def _row_sharding(params: ouro.Params) -> NamedSharding | None:
-    """Rows over the "data" axis of the weights' mesh, if there is one."""
-    held = getattr(params["embed_tokens"], "sharding", None)
-    if isinstance(held, NamedSharding) and "data" in held.mesh.shape:
-        return NamedSharding(held.mesh, PartitionSpec("data"))
-    return None
 
 
 @functools.partial(jax.jit, static_argnames=("config", "layers", "together", "measures"), donate_argnames="sums")

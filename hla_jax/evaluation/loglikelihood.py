@@ -27,7 +27,7 @@ from hla_jax.attention.full import FullCache, exact_stages
 from hla_jax.attention.scheme import Attention, Cache, run_passes
 from hla_jax.config import OuroConfig
 from hla_jax.generation import decode
-from hla_jax.generation.generate import bucket, pad
+from hla_jax.generation.generate import bucket, capacity_bucket, pad
 from hla_jax.model import Model
 from hla_jax.models import ouro
 
@@ -176,7 +176,7 @@ def _through_cache(
     targets: Int[Array, "B N"],
 ) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
     """As `_in_parallel`, with the contexts in one exact pass and the targets decoded."""
-    capacity = bucket(context.shape[1] + targets.shape[1])
+    capacity = capacity_bucket(context.shape[1] + targets.shape[1])
     hidden, cache = decode.prefill_hidden(params, config, attention, context, lengths, capacity)
     first = _judge(ouro.logits(params, decode.last_hidden(hidden, lengths)), targets[:, 0])
 

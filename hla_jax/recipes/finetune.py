@@ -138,7 +138,7 @@ def run_one(
     tuned = finetune(model, attention_of(model, cache), job.finetune, folder, mesh)
     if mesh is not None:
         # Decoding is not spread over a mesh: its kernels run on one device.
-        model, tuned = load(job.model, job.dtype), dataclasses.replace(tuned, model=_on_one_device(tuned.model))
+        model, tuned = _on_one_device(model), dataclasses.replace(tuned, model=_on_one_device(tuned.model))
     before = score(job, model, attention_of(model, cache), rows)
     counts = tuned.counts
     print(f"{cache}: {counts['conversations']} conversations read, {counts['dropped']} too long, {counts['cut']} cut")
@@ -157,7 +157,7 @@ def _folder(workdir: pathlib.Path, cache: str) -> pathlib.Path:
 
 
 def _on_one_device(model: Model) -> Model:
-    params, maps = jax.tree.map(lambda x: jnp.asarray(sharding.to_host(x)), (model.params, model.attention.params))
+    params, maps = sharding.on_one_device((model.params, model.attention.params))
     return dataclasses.replace(model, params=params, attention=dataclasses.replace(model.attention, params=maps))
 
 

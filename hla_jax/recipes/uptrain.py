@@ -8,9 +8,7 @@ import pathlib
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh
 
 from hla_jax import sharding, tensor_files
@@ -114,7 +112,7 @@ def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
     if mesh is not None:
         # Decoding is not spread over a mesh: its kernels run on one device.
         model = load(job.model, job.dtype)
-        initial, fitted = (Attention(job.scheme, _on_one_device(each.params)) for each in (initial, fitted))
+        initial, fitted = (Attention(job.scheme, sharding.on_one_device(each.params)) for each in (initial, fitted))
     directory = workdir / "export"
     export(model, fitted, directory, overwrite=True)
     check_export(job, model, fitted, directory)
@@ -123,10 +121,6 @@ def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
     metrics = joined_metrics(job, workdir)
     results = evaluate(model, initial, fitted, job.uptrain.sources, job.evaluation, command=title, metrics=metrics)
     return write_report(results, workdir)
-
-
-def _on_one_device(maps: dict[str, Array]) -> dict[str, Array]:
-    return {name: jnp.asarray(sharding.to_host(each)) for name, each in maps.items()}
 
 
 def joined_metrics(job: Job, workdir: pathlib.Path) -> pathlib.Path:

@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 
 from hla_jax import sharding
 from hla_jax.attention.scheme import Attention
-from hla_jax.config import ConfigError
 from hla_jax.data.supervised import ChatBatches, ChatSource, PackedConversations, conversations
 from hla_jax.model import Model
 from hla_jax.models import ouro, weights
@@ -96,7 +95,8 @@ def finetune(
       SchemeError, ValueError: `two_pass.make_loss` refuses the scheme or the repetitions.
       DataError, CheckpointError, TrainingError, Interrupted: see `training.loop.run`.
     """
-    _check_rows(config, mesh)
+    for length in config.batches.lengths:
+        sharding.check_rows(config.batches.tokens // length, f"rows of {length} tokens", config.micro_batches, mesh)
     with sharding.use(mesh):
         return _finetune(model, attention, config, workdir, mesh)
 
@@ -159,17 +159,6 @@ def placed(initial: Trained, model: Model, attention: Attention, mesh: Mesh) -> 
     if "base" in initial:
         return {"base": weights.shardings(config, mesh), "maps": maps}
     return {"lora": jax.tree.map(lambda _: sharding.replicated(mesh), initial["lora"]), "maps": maps}
-
-
-def _check_rows(config: FinetuneConfig, mesh: Mesh | None) -> None:
-    split = sharding.row_parts(mesh)
-    for length in config.batches.lengths:
-        rows = config.batches.tokens // length
-        if rows % (config.micro_batches * split):
-            raise ConfigError(
-                f"{rows} rows of {length} tokens in {config.micro_batches} micro-batches do not split over the mesh's "
-                f"data x fsdp = {split}: rows must be a multiple of micro_batches x {split}"
-            )
 
 
 def merged(trained: Trained, frozen: ouro.Params, low_rank: Lora, dtype: jnp.dtype) -> Trained:

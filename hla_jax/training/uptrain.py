@@ -24,7 +24,7 @@ from hla_jax.attention.capture import attention_inputs
 from hla_jax.attention.full import rotate_qk
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention
-from hla_jax.config import ConfigError, OuroConfig
+from hla_jax.config import OuroConfig
 from hla_jax.data import pipeline
 from hla_jax.data.packing import BatchConfig, Lanes, Parts
 from hla_jax.data.pipeline import Source
@@ -180,12 +180,7 @@ def parts(scheme: HLA, model: OuroConfig, config: UptrainConfig, mesh: Mesh | No
     if config.long and config.long.batch_size:
         found[LONG] = Part(make_loss(scheme, model, config.long.queries), config.long.micro_batches)
     for name, part in found.items():
-        rows, split = config.rows()[name], sharding.row_parts(mesh)
-        if rows % (part.micro_batches * split):
-            raise ConfigError(
-                f"{rows} {name} rows of a batch in {part.micro_batches} micro-batches do not split over the mesh's "
-                f"data x fsdp = {split}: rows must be a multiple of micro_batches x {split}"
-            )
+        sharding.check_rows(config.rows()[name], f"{name} rows of a batch", part.micro_batches, mesh)
     return found
 
 

@@ -6,8 +6,8 @@ from eight_devices import on_eight_devices
 
 SCRIPT = """
 import jax, numpy as np
-from jax.sharding import AxisType
 import hla_jax
+from hla_jax import sharding
 from hla_jax.analysis import structure
 from hla_jax.calibration import moments
 from hla_jax.calibration.moments import Sequences
@@ -16,7 +16,7 @@ from tiny import tiny_config, tiny_params, tiny_tokens
 
 config, length = tiny_config(), 64
 weights.save_params(tiny_params(config), config, sys.argv[1])
-mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+mesh = sharding.make_mesh(data=2, fsdp=4)
 one, many = hla_jax.load(sys.argv[1], "float32"), hla_jax.load(sys.argv[1], "float32", mesh)
 
 calls, add = [], moments._add
