@@ -16,7 +16,7 @@ from hla_jax.attention.lla import LLA
 from hla_jax.attention.low_bit import LowBit
 from hla_jax.attention.scheme import Scheme
 from hla_jax.attention.shared import SharedLoop
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.evaluation import orderings as curves
 from hla_jax.evaluation.schemes import FULL, REUSE, SHARED
 from hla_jax.recipes.compare import RANDOM, Cell
@@ -24,7 +24,7 @@ from hla_jax.recipes.compare import RANDOM, Cell
 RATIOS = (4 / 3, 2, 8 / 3, 4, 16 / 3, 32 / 3, 64 / 3)
 
 
-def cells(config: OuroConfig, window: int, budget: int, on_policy: Sequence[float]) -> Iterator[Cell]:
+def cells(config: ModelConfig, window: int, budget: int, on_policy: Sequence[float]) -> Iterator[Cell]:
     """Cells of a model; some start from maps of those above them.
 
     Args:

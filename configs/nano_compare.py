@@ -15,7 +15,7 @@ import ml_collections
 
 import hla_jax
 from configs._cells import cells
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.data.packing import BatchConfig
 from hla_jax.data.pipeline import STANDARD_LIBRARY, SYNTHETIC, Source
 from hla_jax.evaluation.evaluate import EvaluationConfig
@@ -45,7 +45,7 @@ def get_config() -> ml_collections.ConfigDict:
     comparison = Comparison(
         model=str(hla_jax.NANO),
         dtype="float32",
-        cells=tuple(cells(OuroConfig.from_directory(hla_jax.NANO), window=32, budget=192, on_policy=(32 / 3,))),
+        cells=tuple(cells(ModelConfig.from_directory(hla_jax.NANO), window=32, budget=192, on_policy=(32 / 3,))),
         calibration=Calibration(sequences=32, tokens=256),
         distill=distillation(DISTILL_STEPS, 1e-3, min_tokens=64),
         uptrain=UptrainConfig(

@@ -13,7 +13,7 @@ import dataclasses
 import ml_collections
 
 from configs._cells import split
-from hla_jax.analysis.bench import Passkey, ShiftSweep, Sweeps
+from hla_jax.analysis.bench import Passkey, ShiftSweep, StepSweep, Sweeps
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.lla import LLA
 from hla_jax.data.packing import BatchConfig
@@ -74,5 +74,6 @@ def get_config() -> ml_collections.ConfigDict:
             questions=16,
             batch_size=16,
         ),
+        steps=StepSweep(numbers=(2, 3, 4), ranks=(32, 64, 128, 256), rank_loop1=256, ratios=(2, 4, 8)),
     )
     return ml_collections.ConfigDict(dataclasses.asdict(sweeps))

@@ -12,6 +12,7 @@ paper.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 
 import ml_collections
 
@@ -20,7 +21,7 @@ from configs.ouro_1p4b_hla import UPTRAIN
 from hla_jax.config import OURO_1P4B, OuroConfig
 from hla_jax.data.packing import BatchConfig
 from hla_jax.evaluation.evaluate import EvaluationConfig
-from hla_jax.recipes.compare import Comparison
+from hla_jax.recipes.compare import Cell, Comparison
 from hla_jax.recipes.uptrain import Calibration
 from hla_jax.training.distill import DistillConfig
 from hla_jax.training.loop import LoopConfig
@@ -31,16 +32,23 @@ DISTILL_STEPS, ON_POLICY_STEPS = 3000, 300
 
 
 def get_config() -> ml_collections.ConfigDict:
-    return comparison("ByteDance/Ouro-1.4B", OURO_1P4B)
+    return comparison("ByteDance/Ouro-1.4B", ouro_cells(OURO_1P4B))
 
 
-def comparison(model: str, config: OuroConfig) -> ml_collections.ConfigDict:
-    """The settings of every Ouro model."""
+def ouro_cells(config: OuroConfig) -> Iterator[Cell]:
+    """The cells of every Ouro model."""
+    return cells(config, window=128, budget=1024, on_policy=(4, 32 / 3))
+
+
+def comparison(
+    model: str, cells: Iterable[Cell], contexts: tuple[int, ...] = (1024, 4096, 16_384)
+) -> ml_collections.ConfigDict:
+    """The settings of every real model."""
     refined = distillation(ON_POLICY_STEPS, 1e-4, min_tokens=256)
     job = Comparison(
         model=model,
         dtype="bfloat16",
-        cells=tuple(cells(config, window=128, budget=1024, on_policy=(4, 32 / 3))),
+        cells=tuple(cells),
         calibration=Calibration(sequences=255, tokens=1024),
         distill=distillation(DISTILL_STEPS, 3e-4, min_tokens=64),
         uptrain=dataclasses.replace(UPTRAIN, long=None),
@@ -51,7 +59,7 @@ def comparison(model: str, config: OuroConfig) -> ml_collections.ConfigDict:
             prompt=1280,
             batch_size=4,
             tasks=(),
-            contexts=(1024, 4096, 16_384),
+            contexts=contexts,
             speed_tokens=64,
             speed_rounds=3,
         ),

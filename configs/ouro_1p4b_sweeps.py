@@ -18,7 +18,7 @@ import ml_collections
 from configs._cells import split
 from configs.ouro_1p4b_compare import distillation
 from configs.ouro_1p4b_hla import UPTRAIN
-from hla_jax.analysis.bench import Passkey, ShiftSweep, Sweeps
+from hla_jax.analysis.bench import Passkey, ShiftSweep, StepSweep, Sweeps
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.lla import LLA
 from hla_jax.data.positions import ShiftConfig
@@ -74,5 +74,6 @@ def get_config() -> ml_collections.ConfigDict:
             questions=50,
             batch_size=1,
         ),
+        steps=StepSweep(numbers=(2, 3, 4), ranks=(256, 512, 1024, 2048), rank_loop1=2048, ratios=(2, 4, 8)),
     )
     return ml_collections.ConfigDict(dataclasses.asdict(sweeps))

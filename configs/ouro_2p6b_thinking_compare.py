@@ -15,4 +15,4 @@ from hla_jax.config import OURO_2P6B
 
 
 def get_config() -> ml_collections.ConfigDict:
-    return ouro_1p4b_compare.comparison("ByteDance/Ouro-2.6B-Thinking", OURO_2P6B)
+    return ouro_1p4b_compare.comparison("ByteDance/Ouro-2.6B-Thinking", ouro_1p4b_compare.ouro_cells(OURO_2P6B))

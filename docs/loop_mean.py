@@ -31,7 +31,7 @@ from hla_jax.attention.scheme import (
 from hla_jax.calibration.calibrate import principal_maps
 from hla_jax.config import OuroConfig
 from hla_jax.kernels.latent_decode.api import latent_decode
-from hla_jax.models.ouro import LayerInputs, Stage
+from hla_jax.models.stages import LayerInputs, Stage
 
 Buffers = dict[str, Array]
 

@@ -9,7 +9,7 @@ The page is `results.md` in the work directory, with a JSON file and figures for
 not run again, nor a finished cell of a sweep: a run that was stopped continues with the same command, and others can
 be added. The sweeps train, with the sizes of `--config`: of the embedded model by default, or of Ouro with
 `--config=configs/ouro_1p4b_sweeps.py`. `docs/analysis` has the embedded model's, from 16 + 8 sequences of 512 tokens:
-11 minutes on two cores.
+11 minutes on two cores, without `steps`, which is asked for by name.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from hla_jax.analysis.analyses import ANALYSES, Settings, Subject
 from hla_jax.analysis.bench import Bench, Sweeps
 from hla_jax.analysis.divergence import RANGES
 from hla_jax.analysis.page import write_page
+from hla_jax.analysis.steps import steps_sweep
 from hla_jax.analysis.sweeps import SWEEPS
 from hla_jax.attention import registry
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention, SchemeError
 from hla_jax.banner import banner
-from hla_jax.config import ConfigError, OuroConfig, read_json
+from hla_jax.config import ConfigError, ModelConfig, read_json
 from hla_jax.data import pipeline
 from hla_jax.data.pipeline import STANDARD_LIBRARY, SYNTHETIC, Source
 from hla_jax.model import Model, load_attention
@@ -47,8 +48,9 @@ from hla_jax.recipes.workdir import claim
 if TYPE_CHECKING:
     from jaxtyping import Int
 
-_NAMES = (*ANALYSES, *SWEEPS)
-_WHAT = flags.DEFINE_list("what", ["all"], f"Which: all, or some of {', '.join(_NAMES)}.")
+_SWEEPS = SWEEPS | {"steps": steps_sweep}
+_NAMES = (*ANALYSES, *_SWEEPS)
+_WHAT = flags.DEFINE_list("what", ["all"], f"Which: all (but steps), or some of {', '.join(_NAMES)}.")
 _MODEL = flags.DEFINE_string("model", str(hla_jax.NANO), "Directory or hub id.")
 _DTYPE = flags.DEFINE_string("dtype", None, "Of the weights; by default bfloat16, and float32 on a CPU.")
 _DATA = flags.DEFINE_list("data", [SYNTHETIC, STANDARD_LIBRARY], "Files, folders or hub data sets, in equal parts.")
@@ -63,7 +65,7 @@ _WINDOW = flags.DEFINE_integer("window", 0, "Of closed-form maps.", lower_bound=
 _QUERIES = flags.DEFINE_integer("queries", 32, "Positions of each sequence in `divergence`.", lower_bound=1)
 _RANGES = flags.DEFINE_list("ranges", [str(start) for start in RANGES], "First distance of each range.")
 _COMPARISON = flags.DEFINE_string("comparison", None, "Work directory of experiments.compare, for `quality`.")
-_SWEEPS = pathlib.Path(__file__).parents[1] / "configs" / "nano_sweeps.py"
+_CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "nano_sweeps.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +129,7 @@ def run(job: Job, names: Sequence[str], workdir: pathlib.Path, title: str) -> pa
       ConfigError: `workdir` belongs to another job, or cannot be written.
       SchemeError: a size of the sweeps does not fit the model.
     """
-    sweeps = [name for name in names if name in SWEEPS]
+    sweeps = [name for name in names if name in _SWEEPS]
     # Trainings run on one device, as their recipes do; passes over the data are shared.
     mesh = None if sweeps else launch.devices()
     model = hla_jax.load(job.model, job.dtype, mesh)
@@ -152,7 +154,7 @@ def run(job: Job, names: Sequence[str], workdir: pathlib.Path, title: str) -> pa
     for number, name in enumerate(missing, start=1):
         print(f"analysis {number} of {len(missing)}: {name}", flush=True)
         start = time.monotonic()
-        result = ANALYSES[name](subject) if name in ANALYSES else SWEEPS[name](bench)
+        result = ANALYSES[name](subject) if name in ANALYSES else _SWEEPS[name](bench)
         found = {"command": title, "seconds": round(time.monotonic() - start, 1), "result": result}
         with tensor_files.new_file(result_file(workdir, name)) as partial:
             tensor_files.write_json(partial, found)
@@ -197,7 +199,8 @@ def chosen(what: Sequence[str], job: Job) -> list[str]:
         other = read_json(pathlib.Path(job.comparison) / "job.json")["model"]
         if pathlib.PurePath(other).name != pathlib.PurePath(job.model).name:
             raise ConfigError(f"--comparison: {job.comparison} compares caches of {other}, not of --model={job.model}")
-    return [name for name in _NAMES if name in what or ("all" in what and (name != "quality" or job.comparison))]
+    by_name = {"steps", *(() if job.comparison else ("quality",))}
+    return [name for name in _NAMES if name in what or ("all" in what and name not in by_name)]
 
 
 def result_file(workdir: pathlib.Path, name: str) -> pathlib.Path:
@@ -223,14 +226,14 @@ def attention(job: Job, model: Model, rows: Int[np.ndarray, "N S"]) -> Attention
     return load_attention(job.maps, model)
 
 
-def closed_form(config: OuroConfig) -> tuple[int, int, int]:
+def closed_form(config: ModelConfig) -> tuple[int, int, int]:
     """The paper's ranks in proportion to the model (512, 512 and 256 where G dh is 2,048), in whole heads."""
     whole = lambda rank: max(rank // config.head_dim, 1) * config.head_dim
     numbers = config.num_kv_heads * config.head_dim
     return whole(numbers // 4), numbers // 4, whole(numbers // 8)
 
 
-def write(job: Job, config: OuroConfig, workdir: pathlib.Path) -> pathlib.Path:
+def write(job: Job, config: ModelConfig, workdir: pathlib.Path) -> pathlib.Path:
     """The page of all that is finished."""
     found = {name: read_json(result_file(workdir, name)) for name in _NAMES if result_file(workdir, name).exists()}
     sizes = f"{config.num_layers} layers, {config.num_loops} loops, {config.num_kv_heads} key-value heads of"
@@ -248,6 +251,6 @@ def write(job: Job, config: OuroConfig, workdir: pathlib.Path) -> pathlib.Path:
 
 
 if __name__ == "__main__":
-    flags.FLAGS.set_default("config", str(_SWEEPS))
+    flags.FLAGS.set_default("config", str(_CONFIG))
     flags.mark_flag_as_required("workdir")
     command_line.run(main)

@@ -31,7 +31,7 @@ from hla_jax.analysis import figures
 from hla_jax.attention.scheme import Attention
 from hla_jax.banner import banner
 from hla_jax.calibration.random import random_maps
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.evaluation import cost, report, speed
 from hla_jax.evaluation.markdown import table
 from hla_jax.evaluation.memory import cache_memory
@@ -39,7 +39,7 @@ from hla_jax.evaluation.schemes import FULL, HLA_PAPER, LLA_ABSORBED, LLA_PAPER,
 from hla_jax.kernels import implementations
 from hla_jax.kernels.latent_decode import api
 from hla_jax.model import Model
-from hla_jax.models import ouro, weights
+from hla_jax.models import layers, looped, weights
 
 NAMES = (FULL, HLA_PAPER, LLA_PAPER, LLA_REBUILT, LLA_ABSORBED)
 SMALL_VOCABULARY = 256
@@ -165,17 +165,19 @@ def main() -> None:
         partial.write_text("\n".join(lines) + "\n")
 
 
-def load(dtype: str) -> tuple[OuroConfig, Model]:
+def load(dtype: str) -> tuple[ModelConfig, Model]:
     """The config that bytes and capacities are of, and the model to time."""
     if _MODEL.value:
         model = hla_jax.load(_MODEL.value, dtype)
-        params = jax.jit(ouro.for_decoding)(model.params)
+        params = jax.jit(looped.for_decoding)(model.params)
         return model.config, dataclasses.replace(model, params=params)
     config = SIZES[str(_SHAPES.value)]
     run = config
+    if _LAYERS.value and config.outer_layers:
+        raise app.UsageError(f"--layers: only looped layers can be scaled; {_SHAPES.value} has others, leave it out")
     if _LAYERS.value:
         run = dataclasses.replace(config, num_layers=_LAYERS.value, vocab_size=SMALL_VOCABULARY)
-    make = jax.jit(lambda key: ouro.for_decoding(weights.init_params(run, key, dtype)))
+    make = jax.jit(lambda key: looped.for_decoding(weights.init_params(run, key, dtype)))
     return config, Model(run, make(jax.random.key(0)))
 
 
@@ -189,17 +191,17 @@ def attentions(model: Model, dtype: str) -> dict[str, Attention]:
     return {name: dataclasses.replace(one, implementation=_IMPLEMENTATION.value) for name, one in found.items()}
 
 
-def head_seconds(config: OuroConfig, dtype: str) -> float:
+def head_seconds(config: ModelConfig, dtype: str) -> float:
     """Time of the whole vocabulary's logits of one token in each sequence."""
     head = jnp.zeros((config.vocab_size, config.hidden_size), dtype)
     hidden = jnp.zeros((_BATCH.value, config.hidden_size), dtype)
-    logits = jax.jit(lambda head, hidden: ouro.logits({"lm_head": head, "embed_tokens": head}, hidden))
+    logits = jax.jit(lambda head, hidden: layers.logits({"lm_head": head, "embed_tokens": head}, hidden))
     return speed.median_seconds(lambda: logits(head, hidden), _ROUNDS.value)
 
 
 def latency_table(
-    full_size: OuroConfig,
-    config: OuroConfig,
+    full_size: ModelConfig,
+    config: ModelConfig,
     schemes: dict[str, Attention],
     speeds: list[speed.Speed],
     bandwidth: float,
@@ -254,7 +256,7 @@ def throughput_table(grown: dict[str, dict[int, list[speed.Speed]]]) -> list[str
     ]
 
 
-def long_reading(config: OuroConfig, context: int, dtype: str, settings: dict[str, Any]) -> dict[str, Any]:
+def long_reading(config: ModelConfig, context: int, dtype: str, settings: dict[str, Any]) -> dict[str, Any]:
     """One layer of LLA at a long context: absorbed against rebuilding."""
     one_layer = dataclasses.replace(
         config, num_layers=1, vocab_size=SMALL_VOCABULARY, max_position_embeddings=2 * context

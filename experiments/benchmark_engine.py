@@ -35,7 +35,7 @@ from hla_jax.banner import banner
 from hla_jax.evaluation.markdown import table
 from hla_jax.evaluation.schemes import FULL
 from hla_jax.kernels.latent_decode import api
-from hla_jax.models import ouro
+from hla_jax.models import looped
 
 HLA = "HLA"
 Tokens = list[list[int]]
@@ -58,7 +58,7 @@ def main() -> None:
     attention, reason = api.choose(None)
     print(banner("benchmark_engine", dtype=dtype, dtype_reason="--dtype", attention=attention, attention_reason=reason))
     model = hla_jax.load(_MODEL.value, dtype)
-    model = dataclasses.replace(model, params=jax.jit(ouro.for_decoding)(model.params))
+    model = dataclasses.replace(model, params=jax.jit(looped.for_decoding)(model.params))
     requests = draw(model.config.vocab_size)
     new = [request.max_new_tokens for request in requests]
     batches = [new[at : at + _SLOTS.value] for at in range(0, len(new), _SLOTS.value)]

@@ -30,7 +30,7 @@ from experiments.random_checkpoint import SIZES
 from hla_jax import tensor_files
 from hla_jax.attention.scheme import Attention
 from hla_jax.banner import banner
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.evaluation.markdown import table
 from hla_jax.evaluation.schemes import FULL, HLA_PAPER, papers_schemes
 from hla_jax.evaluation.two_pass import procedure
@@ -63,7 +63,7 @@ class Case(NamedTuple):
     planned: int
 
 
-def build(config: OuroConfig, scheme_name: str, repetitions: int, low_rank: Lora, batch: Any) -> Case:
+def build(config: ModelConfig, scheme_name: str, repetitions: int, low_rank: Lora, batch: Any) -> Case:
     """Compiles one kind of step on random weights and maps."""
     scheme, dtype = papers_schemes(config)[scheme_name], jnp.dtype(_DTYPE.value)
     params = weights.init_params(config, jax.random.key(0), dtype)
@@ -95,7 +95,7 @@ def main() -> None:
             attention_reason="differentiated through",
         )
     )
-    config = SIZES[_SHAPES.value] if _SHAPES.value else OuroConfig.from_directory(hla_jax.NANO)
+    config = SIZES[_SHAPES.value] if _SHAPES.value else ModelConfig.from_directory(hla_jax.NANO)
     if _LAYERS.value:
         config = dataclasses.replace(config, num_layers=_LAYERS.value, vocab_size=256)
     tokens = jnp.zeros((_ROWS.value, _LENGTH.value), jnp.int32)

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 
 
 def step_seconds(
-    config: OuroConfig, contexts: list[int], batch: int, dtype: str, new_tokens: int, rounds: int
+    config: ModelConfig, contexts: list[int], batch: int, dtype: str, new_tokens: int, rounds: int
 ) -> list[float]:
     """Median time of a decoding step at each context: all loops of `config.num_layers` layers with random weights."""
     kind = getattr(torch, dtype)

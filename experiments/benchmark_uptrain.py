@@ -6,8 +6,9 @@
 One document, loss on all its tokens, random weights, all cases in one run:
 `forward` the exact pass that every step begins with; `step` the whole step: pass, loss, gradients, AdamW; `direct` the
 step with all scores of a layer and loop at once. `planned` are the temporaries in XLA's plan; `peak` is what the
-process's resident set grew by at its peak (on a CPU, where each case has a process of its own). What plans more than
-`--run_up_to_gib` is not run. Prints a table, and leaves `uptrain.json` in the work directory.
+process's resident set grew by at its peak (on a CPU, where each case has a process of its own). `forwards` is the time
+over the forward pass's; on a CPU the time of all its cores, so that other work on the machine counts little. What plans
+more than `--run_up_to_gib` is not run. Prints a table, and leaves `uptrain.json` in the work directory.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ from hla_jax.config import OURO_1P4B, OuroConfig
 from hla_jax.evaluation.markdown import table
 from hla_jax.kernels import implementations
 from hla_jax.kernels.attention_match import api
-from hla_jax.models import ouro, weights
+from hla_jax.models import looped, weights
+from hla_jax.models.stages import Params
 from hla_jax.training.optimizer import OptimizerConfig, adamw
 from hla_jax.training.step import init, make_step
 from hla_jax.training.uptrain import make_loss
 
 MIB = 1 << 20
 CASES = ("forward", "step", "direct")
-COLUMNS = ("case", "tokens", "planned_mib", "peak_mib", "seconds", "tokens_per_second", "forwards")
+COLUMNS = ("case", "tokens", "planned_mib", "peak_mib", "seconds", "cpu_seconds", "tokens_per_second", "forwards")
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
 _TOKENS = flags.DEFINE_list("tokens", ["512", "1024", "2048", "4096"], "Lengths of the document.")
@@ -69,9 +71,9 @@ def measure(
     }
     make = jax.jit(lambda: (init(draw_maps(), optimizer, 0), weights.init_params(config, jax.random.key(1), dtype)))
 
-    def forward(state: Any, batch: dict[str, jax.Array], params: ouro.Params) -> tuple[Any, jax.Array]:
+    def forward(state: Any, batch: dict[str, jax.Array], params: Params) -> tuple[Any, jax.Array]:
         stages = exact_stages(config, batch["positions"], batch["segments"])
-        return state, ouro.run(params, config, batch["tokens"], stages, None)[0]
+        return state, looped.run(params, config, batch["tokens"], stages, None)[0]
 
     how = "reference" if case == "direct" else None
     step: Any = make_step(make_loss(scheme, config, implementation=how), optimizer)
@@ -84,14 +86,17 @@ def measure(
     state, params = jax.block_until_ready(make())
     on_cpu = implementations.platform() == "cpu"
     before = memory("VmRSS") if on_cpu else 0
-    seconds = []
+    seconds, cpu_seconds = [], []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         state, _ = jax.block_until_ready(compiled(state, batch, params))
         seconds.append(time.perf_counter() - start)
+        cpu_seconds.append(time.process_time() - cpu_start)
     median = statistics.median(seconds)
-    peak = {"peak_mib": round((memory("VmHWM") - before) / MIB, 1)} if on_cpu else {}
-    return found | peak | {"seconds": round(median, 4), "tokens_per_second": round(tokens / median, 1)}
+    if on_cpu:
+        found["peak_mib"] = round((memory("VmHWM") - before) / MIB, 1)
+        found["cpu_seconds"] = round(statistics.median(cpu_seconds), 4)
+    return found | {"seconds": round(median, 4), "tokens_per_second": round(tokens / median, 1)}
 
 
 def _shapes(make: Any, batch: dict[str, jax.Array]) -> tuple[Any, Any, Any]:
@@ -131,9 +136,10 @@ def main() -> None:
         # An accelerator belongs to one process.
         on_cpu = implementations.platform() == "cpu"
         rows.append(in_fresh_process(measure, *arguments) if on_cpu else measure(*arguments))
-        forward = next((r["seconds"] for r in rows if (r["case"], r["tokens"]) == ("forward", tokens)), None)
-        if forward and "seconds" in rows[-1]:
-            rows[-1]["forwards"] = round(rows[-1]["seconds"] / forward, 2)
+        time_of = "cpu_seconds" if on_cpu else "seconds"
+        forward = next((r[time_of] for r in rows if (r["case"], r["tokens"]) == ("forward", tokens)), None)
+        if forward and time_of in rows[-1]:
+            rows[-1]["forwards"] = round(rows[-1][time_of] / forward, 2)
         with tensor_files.new_file(workdir / "uptrain.json") as partial:
             tensor_files.write_json(partial, {"config": dataclasses.asdict(config), "uptrain": rows})
     print("\n".join(table(COLUMNS, [[str(row.get(column, "-")) for column in COLUMNS] for row in rows])))

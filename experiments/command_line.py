@@ -45,7 +45,8 @@ def run(main: Callable[[], Any]) -> None:
         try:
             main()
         except _USER_ERRORS as error:
-            sys.exit(f"error: {error}")
+            # What the hub says of itself has several lines.
+            sys.exit("error: " + " ".join(line.strip() for line in str(error).splitlines() if line.strip()))
 
     app.run(checked)
 

@@ -30,6 +30,7 @@ from absl import app, flags
 
 from hla_jax import tensor_files
 from hla_jax.evaluation.markdown import table
+from hla_jax.models import looped, weights
 
 _OUT = flags.DEFINE_string("out", "gpu_check", "Folder for the results.")
 _WHEELS = flags.DEFINE_string("wheels", "wheels", "Folder with a wheel of jax-triton, if it is not installed.")
@@ -180,12 +181,11 @@ def random_model(rehearse: bool):
     from hla_jax.config import OURO_1P4B
     from hla_jax.evaluation.schemes import papers_schemes
     from hla_jax.model import Model
-    from hla_jax.models import ouro, weights
 
     config = OURO_1P4B
     if rehearse:
         config = dataclasses.replace(config, num_layers=1, hidden_size=256, intermediate_size=256, vocab_size=256)
-    make = jax.jit(lambda key: ouro.for_decoding(weights.init_params(config, key, "bfloat16")))
+    make = jax.jit(lambda key: looped.for_decoding(weights.init_params(config, key, "bfloat16")))
     schemes = papers_schemes(config)
     return Model(config, make(jax.random.key(0))), {
         name: random_maps(schemes[name], config, 0, "bfloat16") for name in (FULL, HLA, LLA)

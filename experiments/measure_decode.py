@@ -23,6 +23,7 @@ from absl import app, flags
 
 import hla_jax
 from experiments.processes import in_fresh_process, memory
+from hla_jax.attention.outer import whole
 from hla_jax.attention.scheme import Attention
 from hla_jax.calibration.random import random_maps
 from hla_jax.evaluation.schemes import HLA_PAPER, papers_schemes
@@ -49,24 +50,28 @@ def measure(directory: str, scheme: str, dtype: str, prompt_tokens: int, new_tok
     config, params = model.config, model.params
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (1, prompt_tokens)), jnp.int32)
     held = {"weights_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params))}
+    made = 0
     if new_tokens == 0:
         timed("forward", lambda: hla_jax.forward(model, tokens))
     else:
         attention = Attention(hla_jax.FullCache()) if scheme == "full" else timed("maps", paper_hla, model, dtype)
         capacity, lengths = prompt_tokens + new_tokens, jnp.asarray([prompt_tokens])
         held["maps_bytes"] = sum(leaf.nbytes for leaf in attention.params.values())
-        held["cache_bytes"] = attention.scheme.cache_bytes(config, capacity, dtype)
+        held["cache_bytes"] = whole(config, attention.scheme).cache_bytes(config, capacity, dtype)
         prefill = compiled("prefill", decode.prefill, params, config, attention, tokens, lengths, capacity)
         logits, cache = timed("prefill", prefill, params, attention, tokens, lengths)
-        keys, stop, limit = request_keys(jnp.zeros(1, int)), jnp.zeros(0, jnp.int32), jnp.asarray([new_tokens])
+        keys, stop = request_keys(jnp.zeros(1, int)), jnp.zeros(0, jnp.int32)
+        limit = jnp.asarray([new_tokens + 1])  # the prefill's own token counts
         progress = decode.start(logits, cache, Sampling(), keys, stop)
         settings = (keys, stop, limit)
         advance = compiled(
             "decode", decode.advance, params, config, attention, progress, Sampling(), *settings, new_tokens
         )
-        out, _ = timed("decode", advance, params, attention, progress, *settings)
-        seconds["per token"] = round(seconds["decode"] / max(1, int(jnp.sum(out >= 0))), 2)
+        out, _ = timed("decode", advance, params, attention, progress, Sampling(), *settings)
+        made = int(jnp.sum(out >= 0))
+        seconds["per token"] = round(seconds["decode"] / made, 2)
     return held | {
+        "new_tokens": made,
         "peak_bytes": peak,
         "peak_over_held": round(memory("VmHWM") / sum(held.values()), 3),
         "seconds": seconds,

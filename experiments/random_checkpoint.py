@@ -1,6 +1,7 @@
 """Writes a checkpoint with random weights, to measure memory and time of the real models without their weights.
 
     python -m experiments.random_checkpoint --size=1p4b --directory=runs/ouro-1p4b      # 2.9 GB, about a minute
+    python -m experiments.random_checkpoint --size=3p5b --directory=runs/huginn-3p5b    # Huginn, 7.1 GB
 
 Weights are bf16 in shards of 500 MB, made one tensor at a time, so that it needs little memory.
 """
@@ -8,6 +9,7 @@ Weights are bf16 in shards of 500 MB, made one tensor at a time, so that it need
 from __future__ import annotations
 
 import functools
+import itertools
 import pathlib
 
 import jax.numpy as jnp
@@ -16,15 +18,15 @@ from absl import app, flags
 from tqdm import tqdm
 
 from hla_jax import tensor_files
-from hla_jax.config import OURO_1P4B, OURO_2P6B, OuroConfig
+from hla_jax.config import HUGINN_3P5B, OURO_1P4B, OURO_2P6B, ModelConfig
 from hla_jax.models import weights
 from hla_jax.tensor_files import PendingTensor
 
-SIZES = {"1p4b": OURO_1P4B, "2p6b": OURO_2P6B}
+SIZES = {"1p4b": OURO_1P4B, "2p6b": OURO_2P6B, "3p5b": HUGINN_3P5B}
 
 
 def write_checkpoint(
-    config: OuroConfig, directory: str | pathlib.Path, seed: int = 0, shard_bytes: int = 500_000_000
+    config: ModelConfig, directory: str | pathlib.Path, seed: int = 0, shard_bytes: int = 500_000_000
 ) -> None:
     """Writes random bf16 weights as a new Hugging Face directory. Raises `FileExistsError` if it is not empty."""
     dtype = jnp.dtype("bfloat16")
@@ -38,11 +40,13 @@ def write_checkpoint(
             bar.update(values.size * dtype.itemsize)
             return (mean + std * values).astype(dtype)
 
-        tensors: dict[str, PendingTensor] = {}
-        for row in weights.parameters(config):
+        number = itertools.count()
+
+        def pending(row: weights.Parameter, layer: int) -> PendingTensor:
             nbytes = dtype.itemsize * int(np.prod(row.tensor_shape(config)))
-            for name in row.names(config):
-                tensors[name] = PendingTensor(nbytes, functools.partial(draw, row, len(tensors)))
+            return PendingTensor(nbytes, functools.partial(draw, row, next(number)))
+
+        tensors = weights.pending_tensors(config, pending)
         with tensor_files.new_directory(directory) as partial:
             tensor_files.write_json(partial / "config.json", config.to_dict(str(dtype)))
             tensor_files.write_tensors(partial, tensors, shard_bytes)
@@ -52,7 +56,7 @@ def main(argv: list[str]) -> None:
     options = flags.FLAGS
     if len(argv) > 1 or (options.size is None) == (options.config_json is None):
         raise app.UsageError("give --directory and one of --size and --config_json")
-    config = SIZES[options.size] if options.size else OuroConfig.from_json(options.config_json)
+    config = SIZES[options.size] if options.size else ModelConfig.from_json(options.config_json)
     write_checkpoint(config, options.directory, options.seed)
 
 

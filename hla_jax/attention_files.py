@@ -1,7 +1,8 @@
 """The maps of an attention scheme in a Hugging Face directory: tensors, the entry in `config.json`, the base model.
 
-A merged directory has the model's tensors and the maps `model.layers.{layer}.self_attn.{scheme}.{name}`. A maps-only
-directory has the maps, and in `config.json` a `base_model` entry that says which model they belong to.
+A merged directory has the model's tensors and the maps `{attention}.{scheme}.{name}`, where the family says where a
+layer's attention is: `model.layers.{layer}.self_attn` in Ouro, `transformer.core_block.{layer}.attn` in Huginn. A
+maps-only directory has the maps, and in `config.json` a `base_model` entry that says which model they belong to.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from hla_jax import sharding, tensor_files
-from hla_jax.config import read_json
+from hla_jax.config import FAMILIES, ModelConfig, read_json
 from hla_jax.tensor_files import PendingTensor, WeightsError
 
 SCHEMES = ["hla", "lla", "head_latent", "layer_latent", "low_bit", "shared_loop"]
@@ -29,7 +30,8 @@ SCHEMES = ["hla", "lla", "head_latent", "layer_latent", "low_bit", "shared_loop"
 EVICTION = "eviction_config"
 BASE = "base_model"
 
-_MAP = re.compile(r"model\.layers\.\d+\.self_attn\.(\w+)\.\w+")
+_ATTENTIONS = (re.escape(family.attention_module).replace(r"\{layer\}", r"\d+") for family in FAMILIES.values())
+_MAP = re.compile(rf"(?:{'|'.join(_ATTENTIONS)})\.(\w+)\.\w+")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
@@ -40,9 +42,10 @@ def is_map(tensor: str) -> bool:
     return found is not None and found[1] in SCHEMES
 
 
-def map_names(scheme: str, name: str, num_layers: int) -> list[str]:
+def map_names(config: ModelConfig, scheme: str, name: str) -> list[str]:
     """One map's tensors, layer by layer."""
-    return [f"model.layers.{layer}.self_attn.{scheme}.{name}" for layer in range(num_layers)]
+    attention = config.attention_module
+    return [f"{attention.format(layer=layer)}.{scheme}.{name}" for layer in range(config.num_layers)]
 
 
 def local_directory(path_or_hub_id: str | os.PathLike[str]) -> pathlib.Path:
@@ -123,9 +126,9 @@ def read_attention(directory: str | os.PathLike[str]) -> dict[str, dict[str, Any
 
 def load_maps(
     path: str | os.PathLike[str],
+    config: ModelConfig,
     scheme: str,
     shapes: Mapping[str, tuple[int, ...]],
-    num_layers: int,
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     axes: Mapping[str, sharding.Axes] | None = None,
@@ -134,6 +137,7 @@ def load_maps(
 
     Args:
       path: a directory, or one safetensors file.
+      config: of the model.
       scheme: its name, as in `SCHEMES`.
       shapes: each map's shape in one layer.
       dtype: to convert to; None keeps what is stored.
@@ -147,21 +151,21 @@ def load_maps(
       WeightsError: maps are missing, unknown, of another shape or not floating point, or a file is damaged.
     """
     stored = {name: tensor for name, tensor in tensor_files.open_tensors(path).items() if is_map(name)}
-    names = {name: map_names(scheme, name, num_layers) for name in shapes}
+    names = {name: map_names(config, scheme, name) for name in shapes}
     tensor_files.check_names(path, stored, [tensor for stack in names.values() for tensor in stack])
     maps = {}
     for name, shape in shapes.items():
         sources = [stored[tensor] for tensor in names[name]]
         held = tensor_files.common_dtype(sources, tuple(shape), dtype)
-        placed = sharding.maps(shapes, axes or {}, num_layers, mesh)[name] if mesh else None
+        placed = sharding.maps(shapes, axes or {}, config.num_layers, mesh)[name] if mesh else None
         maps[name] = tensor_files.read_array(sources, True, held, placed)
     return maps
 
 
-def pending_maps(scheme: str, maps: Mapping[str, Array]) -> dict[str, PendingTensor]:
+def pending_maps(config: ModelConfig, scheme: str, maps: Mapping[str, Array]) -> dict[str, PendingTensor]:
     """The tensors to write maps [L, ...] as."""
     return {
         tensor: tensor_files.pending_layer(stack, layer)
         for name, stack in maps.items()
-        for layer, tensor in enumerate(map_names(scheme, name, stack.shape[0]))
+        for layer, tensor in enumerate(map_names(config, scheme, name))
     }

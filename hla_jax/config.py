@@ -1,18 +1,20 @@
 """Sizes of the models, read from and written to Hugging Face `config.json`.
 
 A frozen dataclass holds every static size of a model, so that a config is hashable and can be a static argument of
-`jax.jit`. The class defaults of Ouro's public configuration describe another model, so no size has a default here: a
+`jax.jit`. The class defaults of the public configurations describe other models, so no size has a default here: a
 missing key is an error.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
+import math
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 
 class ConfigError(ValueError):
@@ -20,11 +22,21 @@ class ConfigError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class OuroConfig:
-    """Sizes of an Ouro model: the same `num_layers` layers applied `num_loops` times to every token.
+class ModelConfig(abc.ABC):
+    """Sizes of a looped model: the same `num_layers` layers applied `num_loops` times to every token.
 
-    Attributes carry the usual short names; `_HF_NAMES` maps them to the keys of `config.json`.
+    What every family has; a family is a subclass, with the keys that `config.json` gives the fields. Code that attends,
+    calibrates or decodes knows this class only.
     """
+
+    model_type: ClassVar[str]
+    """Of the family, in `config.json`."""
+    architecture: ClassVar[str]
+    """The family's class in `config.json`."""
+    attention_module: ClassVar[str]
+    """Where a looped layer's attention is among the Hugging Face tensors: "{layer}" is its number."""
+    keys: ClassVar[Mapping[str, str]]
+    """Field -> key of `config.json`."""
 
     vocab_size: int
     hidden_size: int
@@ -38,25 +50,15 @@ class OuroConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    early_exit_threshold: float = 1.0
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    pad_token_id: int | None = None
+    bos_token_id: int | None = dataclasses.field(default=None, kw_only=True)
+    eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
+    pad_token_id: int | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for field in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_loops",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{_HF_NAMES.get(field, field)} must be at least 1, found {getattr(self, field)}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in _COUNTS and value < 1:
+                raise ConfigError(f"{self.keys.get(field.name, field.name)} must be at least 1, found {value}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 "num_attention_heads must be a multiple of num_key_value_heads, "
@@ -70,25 +72,125 @@ class OuroConfig:
         """Query heads that share one key-value head."""
         return self.num_heads // self.num_kv_heads
 
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], source: str = "config") -> OuroConfig:
-        """Builds a config from the mapping in a `config.json`, in the old and the new spellings of transformers.
+    @property
+    def outer_layers(self) -> int:
+        """Layers that are applied once, before and after the loops."""
+        return 0
+
+    @property
+    def qk_bias(self) -> bool:
+        """Whether queries and keys have a bias."""
+        return False
+
+    @staticmethod
+    def from_dict(raw: Mapping[str, Any], source: str = "config") -> ModelConfig:
+        """Builds the config of a family from the mapping in a `config.json`.
 
         Args:
           raw: the parsed file.
           source: how errors name the file.
 
         Raises:
-          ConfigError: a key is missing or malformed, or asks for something that Ouro's forward pass does not have.
+          ConfigError: a key is missing or malformed, or asks for something that the family's forward pass does not
+            have.
         """
-        if raw.get("model_type") != "ouro":
-            raise ConfigError(f"{source}: model_type must be 'ouro', found {raw.get('model_type')!r}")
-        _refuse_unsupported(raw, source)
+        family = FAMILIES.get(str(raw.get("model_type")))
+        if family is None:
+            known = " or ".join(map(repr, FAMILIES))
+            raise ConfigError(f"{source}: model_type must be {known}, found {raw.get('model_type')!r}")
         values: dict[str, Any] = {}
-        for field, key in _HF_NAMES.items():
+        types = {field.name: field.type for field in dataclasses.fields(family)}
+        for field, key in family.keys.items():
             if key in raw and raw[key] is not None:
-                values[field] = _checked(field, raw[key], source, key)
-        values["rope_theta"] = _rope_theta(raw, source)
+                values[field] = _checked(str(types[field]), raw[key], source, key)
+        values["bos_token_id"] = next(iter(token_ids(raw, "bos_token_id", source)), None)
+        values["eos_token_ids"] = token_ids(raw, "eos_token_id", source)
+        values["pad_token_id"] = next(iter(token_ids(raw, "pad_token_id", source)), None)
+        values |= family.complete(raw, values, source)
+        missing = [
+            family.keys[field.name]
+            for field in dataclasses.fields(family)
+            if field.default is dataclasses.MISSING and field.name not in values
+        ]
+        if missing:
+            raise ConfigError(f"{source}: missing keys {', '.join(missing)}")
+        try:
+            return family(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
+
+    @staticmethod
+    @abc.abstractmethod
+    def complete(raw: Mapping[str, Any], values: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """Fields that are not simply read from a key. Raises `ConfigError` for what the family does not compute."""
+
+    @staticmethod
+    def from_json(path: str | os.PathLike[str]) -> ModelConfig:
+        """Reads a `config.json`. Raises `ConfigError` naming the file."""
+        return ModelConfig.from_dict(read_json(pathlib.Path(path)), str(path))
+
+    @staticmethod
+    def from_directory(directory: str | os.PathLike[str]) -> ModelConfig:
+        """Reads `config.json` of a Hugging Face directory. Raises `ConfigError` naming the file."""
+        return ModelConfig.from_json(pathlib.Path(directory) / "config.json")
+
+    def to_dict(self, dtype: str) -> dict[str, Any]:
+        """The mapping to write as `config.json`; `dtype` is the name of the stored weights' dtype, e.g. "bfloat16"."""
+        eos = list(self.eos_token_ids)
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **{key: getattr(self, field) for field, key in self.keys.items()},
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
+            "pad_token_id": self.pad_token_id,
+            "torch_dtype": dtype,
+        }
+
+
+_COUNTS = {
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_loops",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position_embeddings",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OuroConfig(ModelConfig):
+    """Sizes of an Ouro model: every layer is looped, and a gate after each loop may stop a token."""
+
+    model_type = "ouro"
+    architecture = "OuroForCausalLM"
+    attention_module = "model.layers.{layer}.self_attn"
+    keys = {  # noqa: RUF012
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "num_loops": "total_ut_steps",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "rope_theta": "rope_theta",
+        "rms_norm_eps": "rms_norm_eps",
+        "max_position_embeddings": "max_position_embeddings",
+        "tie_word_embeddings": "tie_word_embeddings",
+        "early_exit_threshold": "early_exit_threshold",
+    }
+
+    early_exit_threshold: float = 1.0
+
+    @staticmethod
+    def complete(raw: Mapping[str, Any], values: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """Reads the old and the new spellings of transformers."""
+        _refuse_unsupported(raw, source)
+        completed = {"rope_theta": _rope_theta(raw, source)}
         if "head_dim" not in values and {"hidden_size", "num_heads"} <= values.keys():
             # Old configs leave head_dim out; the reference then divides.
             if values["hidden_size"] % values["num_heads"]:
@@ -96,66 +198,118 @@ class OuroConfig:
                     f"{source}: head_dim is absent and hidden_size {values['hidden_size']} is not a "
                     f"multiple of num_attention_heads {values['num_heads']}"
                 )
-            values["head_dim"] = values["hidden_size"] // values["num_heads"]
-        values["bos_token_id"] = next(iter(token_ids(raw, "bos_token_id", source)), None)
-        values["eos_token_ids"] = token_ids(raw, "eos_token_id", source)
-        values["pad_token_id"] = next(iter(token_ids(raw, "pad_token_id", source)), None)
-        missing = [
-            _HF_NAMES[f.name]
-            for f in dataclasses.fields(cls)
-            if f.default is dataclasses.MISSING and f.name not in values
-        ]
-        if missing:
-            raise ConfigError(f"{source}: missing keys {', '.join(missing)}")
-        try:
-            return cls(**values)
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {error}") from None
-
-    @classmethod
-    def from_json(cls, path: str | os.PathLike[str]) -> OuroConfig:
-        """Reads a `config.json`. Raises `ConfigError` naming the file."""
-        return cls.from_dict(read_json(pathlib.Path(path)), str(path))
-
-    @classmethod
-    def from_directory(cls, directory: str | os.PathLike[str]) -> OuroConfig:
-        """Reads `config.json` of a Hugging Face directory. Raises `ConfigError` naming the file."""
-        return cls.from_json(pathlib.Path(directory) / "config.json")
+            completed["head_dim"] = values["hidden_size"] // values["num_heads"]
+        return completed
 
     def to_dict(self, dtype: str) -> dict[str, Any]:
-        """The mapping to write as `config.json`; `dtype` is the name of the stored weights' dtype, e.g. "bfloat16"."""
-        eos = list(self.eos_token_ids)
-        return {
-            "architectures": ["OuroForCausalLM"],
-            "model_type": "ouro",
-            **{key: getattr(self, field) for field, key in _HF_NAMES.items()},
-            "rope_theta": self.rope_theta,
+        return super().to_dict(dtype) | {
             "rope_scaling": None,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": eos[0] if len(eos) == 1 else (eos or None),
-            "pad_token_id": self.pad_token_id,
             "hidden_act": "silu",
             "layer_types": ["full_attention"] * self.num_layers,
             "use_sliding_window": False,
-            "torch_dtype": dtype,
         }
 
 
-_HF_NAMES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_loops": "total_ut_steps",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "rms_norm_eps": "rms_norm_eps",
-    "max_position_embeddings": "max_position_embeddings",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "early_exit_threshold": "early_exit_threshold",
+@dataclasses.dataclass(frozen=True)
+class HuginnConfig(ModelConfig):
+    """Sizes of a Huginn model: a prelude and a coda of ordinary layers around a looped core, which starts from a state
+    of its own and is given the prelude's output at every loop.
+
+    Attributes:
+      num_prelude, num_coda: layers before and after the loops; `num_layers` counts those of the core.
+      num_loops: steps of the core. Trained for a random number of them, the model runs with any (`with_steps`).
+      qk_bias: queries and keys have a bias.
+      initial_state: "random", drawn for each token id from a fixed seed, or "zeros".
+    """
+
+    model_type = "huginn_raven"
+    architecture = "RavenForCausalLM"
+    attention_module = "transformer.core_block.{layer}.attn"
+    keys = {  # noqa: RUF012
+        "vocab_size": "vocab_size",
+        "hidden_size": "n_embd",
+        "intermediate_size": "intermediate_size",
+        "num_layers": "n_layers_in_recurrent_block",
+        "num_loops": "mean_recurrence",
+        "num_heads": "n_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "rope_theta": "rope_base",
+        "rms_norm_eps": "norm_eps",
+        "max_position_embeddings": "block_size",
+        "tie_word_embeddings": "tie_embeddings",
+        "num_prelude": "n_layers_in_prelude",
+        "num_coda": "n_layers_in_coda",
+        "qk_bias": "qk_bias",
+    }
+
+    num_prelude: int
+    num_coda: int
+    qk_bias: bool = True
+    initial_state: str = "random"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_prelude", "num_coda"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{self.keys[name]} must be at least 1, found {getattr(self, name)}")
+        if self.num_heads * self.head_dim != self.hidden_size or self.num_kv_heads != self.num_heads:
+            raise ConfigError(
+                f"n_heads times head_dim must be n_embd, and every head has its own keys: found {self.num_heads} heads "
+                f"of {self.head_dim}, {self.num_kv_heads} key-value heads, n_embd {self.hidden_size}"
+            )
+        if self.initial_state not in _STATES.values():
+            raise ConfigError(f"initial_state must be one of {list(_STATES.values())}, found {self.initial_state!r}")
+
+    @property
+    def outer_layers(self) -> int:
+        return self.num_prelude + self.num_coda
+
+    @property
+    def state_std(self) -> float:
+        """Standard deviation of initial states before they are cut, and of the embeddings' initialisation."""
+        return math.sqrt(2 / (5 * self.hidden_size))
+
+    def with_steps(self, num_steps: int) -> HuginnConfig:
+        """The same model with another number of steps."""
+        return dataclasses.replace(self, num_loops=num_steps)
+
+    @staticmethod
+    def complete(raw: Mapping[str, Any], values: Mapping[str, Any], source: str) -> dict[str, Any]:
+        for key, supported in _HUGINN_ONLY.items():
+            if raw.get(key, supported) != supported:
+                raise ConfigError(f"{source}: {key} must be {supported!r}, found {raw[key]!r}")
+        if raw.get("state_init", "like-init") not in _STATES:
+            raise ConfigError(f"{source}: state_init must be one of {list(_STATES)}, found {raw['state_init']!r}")
+        completed: dict[str, Any] = {"initial_state": _STATES[raw.get("state_init", "like-init")]}
+        if {"hidden_size", "num_heads"} <= values.keys():
+            heads = values["num_heads"]
+            completed |= {"num_kv_heads": values.get("num_kv_heads", heads)}
+            completed |= {"head_dim": values.get("head_dim", values["hidden_size"] // max(heads, 1))}
+        layers = [values[name] for name in ("num_prelude", "num_layers", "num_coda") if name in values]
+        if len(layers) == 3 and raw.get("n_layers", sum(layers)) != sum(layers):
+            raise ConfigError(f"{source}: n_layers must be {' + '.join(map(str, layers))}, found {raw['n_layers']}")
+        return completed
+
+    def to_dict(self, dtype: str) -> dict[str, Any]:
+        state = next(key for key, value in _STATES.items() if value == self.initial_state)
+        layers = {"n_layers": self.num_layers + self.outer_layers, "padded_vocab_size": self.vocab_size}
+        return _HUGINN_ONLY | super().to_dict(dtype) | layers | {"state_init": state}
+
+
+_STATES = {"like-init": "random", "zero": "zeros"}
+# What the public code could be asked for besides, and this package computes nothing else of.
+_HUGINN_ONLY = {
+    "bias": False,
+    "injection_type": "linear",
+    "block_class_name": "SandwichBlock",
+    "norm_class_name": "RMSNorm_llama",
+    "mlp_class_name": "GatedMLP",
+    "nonlin_name": "SiLU",
+    "test_time_noise": 0,
 }
-_FLOATS = {"rms_norm_eps", "early_exit_threshold"}
+FAMILIES: dict[str, type[ModelConfig]] = {family.model_type: family for family in (OuroConfig, HuginnConfig)}
+"""By `model_type`."""
 
 OURO_1P4B = OuroConfig(
     vocab_size=49152,
@@ -177,6 +331,27 @@ OURO_1P4B = OuroConfig(
 
 OURO_2P6B = dataclasses.replace(OURO_1P4B, num_layers=48)
 """The released Ouro-2.6B and its Thinking variant: 2,667,974,657 parameters."""
+
+HUGINN_3P5B = HuginnConfig(
+    vocab_size=65536,
+    hidden_size=5280,
+    intermediate_size=17920,
+    num_layers=4,
+    num_loops=32,
+    num_heads=55,
+    num_kv_heads=55,
+    head_dim=96,
+    rope_theta=5e4,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=4096,
+    tie_word_embeddings=True,
+    num_prelude=2,
+    num_coda=2,
+    bos_token_id=65504,
+    eos_token_ids=(65505, 65508),
+    pad_token_id=65509,
+)
+"""The released Huginn-0125: 3,564,976,800 parameters."""
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -201,13 +376,14 @@ def token_ids(raw: Mapping[str, Any], key: str, source: str) -> tuple[int, ...]:
     return ids
 
 
-def _checked(field: str, value: Any, source: str, key: str) -> Any:
-    if field == "tie_word_embeddings":
+def _checked(kind: str, value: Any, source: str, key: str) -> Any:
+    """`value` as a field of this type."""
+    if kind == "bool":
         if not isinstance(value, bool):
             raise ConfigError(f"{source}: {key} must be true or false, found {value!r}")
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if field in _FLOATS:
+    if kind == "float":
         if not number:
             raise ConfigError(f"{source}: {key} must be a number, found {value!r}")
         return float(value)

@@ -19,10 +19,12 @@ from transformers import PreTrainedTokenizerBase
 from hla_jax import attention_files
 from hla_jax import tokenizer as tokenizers
 from hla_jax.attention import registry
-from hla_jax.attention.full import FullCache, exact_stages
-from hla_jax.attention.scheme import Attention, run_passes
-from hla_jax.config import OuroConfig, read_json
-from hla_jax.models import ouro, weights
+from hla_jax.attention.full import FullCache, exact_pass
+from hla_jax.attention.outer import whole
+from hla_jax.attention.scheme import Attention, check_maps, run_passes
+from hla_jax.config import HuginnConfig, ModelConfig, read_json
+from hla_jax.models import layers, ouro, weights
+from hla_jax.models.stages import Params
 from hla_jax.tensor_files import WeightsError
 
 if TYPE_CHECKING:
@@ -45,8 +47,8 @@ class Model:
       path: the directory it was loaded from; None for a model made in memory.
     """
 
-    config: OuroConfig
-    params: ouro.Params
+    config: ModelConfig
+    params: Params
     attention: Attention = _FULL_CACHE
     path: pathlib.Path | None = None
 
@@ -82,7 +84,7 @@ def load(
     """
     directory = attention_files.local_directory(path_or_hub_id)
     base = attention_files.base_directory(directory)
-    config = OuroConfig.from_directory(base)
+    config = ModelConfig.from_directory(base)
     params = weights.load_params(base, config, dtype, mesh)
     return Model(config, params, _load_attention(directory, config, mesh), directory)
 
@@ -96,7 +98,7 @@ def load_attention(path_or_hub_id: str | os.PathLike[str], model: Model, mesh: M
     directory = attention_files.local_directory(path_or_hub_id)
     entry = read_json(directory / "config.json").get(attention_files.BASE)
     if entry is None:
-        fits = OuroConfig.from_directory(directory) == model.config
+        fits = ModelConfig.from_directory(directory) == model.config
     elif model.path is not None and isinstance(entry, dict):
         fits = attention_files.fingerprint(attention_files.base_directory(model.path)) == entry.get("sha256")
     else:
@@ -106,15 +108,13 @@ def load_attention(path_or_hub_id: str | os.PathLike[str], model: Model, mesh: M
     return _load_attention(directory, model.config, mesh)
 
 
-def _load_attention(directory: pathlib.Path, config: OuroConfig, mesh: Mesh | None) -> Attention:
+def _load_attention(directory: pathlib.Path, config: ModelConfig, mesh: Mesh | None) -> Attention:
     scheme = registry.from_entries(attention_files.read_attention(directory))
     scheme.check(config)
     shapes = scheme.map_shapes(config)
     if not shapes:
         return Attention(scheme)
-    maps = attention_files.load_maps(
-        directory, scheme.interchange, shapes, config.num_layers, mesh=mesh, axes=scheme.map_axes()
-    )
+    maps = attention_files.load_maps(directory, config, scheme.interchange, shapes, mesh=mesh, axes=scheme.map_axes())
     return Attention(scheme, maps)
 
 
@@ -124,23 +124,47 @@ def forward(
     exit_at: int | None = None,
     exit_threshold: float | None = None,
     exit_weighted: bool = False,
+    *,
+    num_steps: int | None = None,
+    initial_state: str | Float[Array, "B S d"] | None = None,
 ) -> Float[Array, "B S V"]:
-    """Logits of one exact parallel pass. The exit modes are those of `models.ouro.exit_logits`; without any, the last
-    loop's.
+    """Logits of one exact parallel pass. Rows may be padded on the right.
 
-    Rows may be padded on the right. Raises `ValueError` for token ids that are not a [B, S] array, or impossible exit
-    modes.
+    Args:
+      model: from `load`.
+      tokens: token ids.
+      exit_at, exit_threshold, exit_weighted: of Ouro, see `models.ouro.exit_logits`; without any, the last loop's.
+      num_steps: of Huginn, steps of the looped core; None for the config's.
+      initial_state: of Huginn, what the first step starts from: "zeros", "random" (`models.huginn.initial_state`) or
+        the states themselves; None for the config's.
+
+    Raises:
+      ValueError: token ids that are not a [B, S] array, an option of the other family, or one out of range.
     """
-    return _forward(model.params, model.config, token_batch(model, tokens), exit_at, exit_threshold, exit_weighted)
+    config, tokens, initial = model.config, token_batch(model, tokens), None
+    exits = exit_at is not None or exit_threshold is not None or exit_weighted
+    if not isinstance(config, HuginnConfig):
+        if num_steps is not None or initial_state is not None:
+            raise ValueError("num_steps and initial_state are options of Huginn; Ouro has exit_at")
+        return _forward(model.params, config, tokens, exit_at, exit_threshold, exit_weighted)
+    if exits:
+        raise ValueError("exit_at, exit_threshold and exit_weighted are options of Ouro; Huginn has num_steps")
+    if isinstance(initial_state, str):
+        config = dataclasses.replace(config, initial_state=initial_state)
+    elif initial_state is not None:
+        initial = jnp.asarray(initial_state)
+        if initial.shape != (expected := (*tokens.shape, config.hidden_size)):
+            raise ValueError(f"initial_state must be {list(expected)}, found {list(initial.shape)}")
+    if num_steps is not None:
+        config = config.with_steps(num_steps)
+    return _forward(model.params, config, tokens, initial=initial)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "exit_at", "exit_threshold", "exit_weighted"))
-def _forward(params, config, tokens, exit_at, exit_threshold, exit_weighted):
-    stages = exact_stages(config, jnp.arange(tokens.shape[1])[None])
+def _forward(params, config, tokens, exit_at=None, exit_threshold=None, exit_weighted=False, initial=None):
     if exit_at is None and exit_threshold is None and not exit_weighted:
-        hidden, _ = ouro.run(params, config, tokens, stages, None)
-        return ouro.logits(params, hidden)
-    hidden, _ = ouro.run(params, config, tokens, stages, None, every_loop=True)
+        return layers.logits(params, exact_pass(params, config, tokens, initial=initial))
+    hidden = exact_pass(params, config, tokens, every_loop=True)
     return ouro.exit_logits(params, hidden, exit_at, exit_threshold, exit_weighted)
 
 
@@ -159,9 +183,11 @@ def forward_swapped(
 @functools.partial(jax.jit, static_argnames="config")
 def _forward_swapped(params, config, attention, tokens):
     batch, length = tokens.shape
-    transform = attention.scheme.swapped(config, attention.params, batch, length, params["embed_tokens"].dtype)
+    check_maps(attention.scheme, config, attention.params)
+    scheme = whole(config, attention.scheme)
+    transform = scheme.swapped(config, attention.params, batch, length, params["embed_tokens"].dtype)
     hidden, _ = run_passes(params, config, tokens, transform)
-    return ouro.logits(params, hidden)
+    return layers.logits(params, hidden)
 
 
 def token_batch(model: Model, tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hla_jax.config import ConfigError
@@ -70,14 +70,23 @@ class MeshConfig:
             raise ConfigError(
                 f"mesh {self}: is of {math.prod(sizes)} devices, found {len(devices)}; one axis may be -1"
             )
+        # `jax.make_mesh` would refuse 8 x 2 on the 4 x 4 chips of a v6e-16, though not on those of a v5e-16.
+        placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
         # Auto: XLA derives the shardings of what is computed from those that are given. With explicit axes every
         # operation of the models and losses would have to say how its result lies.
-        return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+        return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def make_mesh(**sizes: int) -> Mesh:
     """`MeshConfig(**sizes).make()`."""
     return MeshConfig(**sizes).make()
+
+
+def of_job(sizes: MeshConfig | None) -> Mesh | None:
+    """The mesh of a training job; None computes on one device, which several processes cannot share."""
+    if sizes is None and jax.process_count() > 1:
+        raise ConfigError(f"{jax.process_count()} processes need a mesh over their devices: the config has mesh=None")
+    return sizes.make() if sizes else None
 
 
 def use(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
@@ -108,16 +117,25 @@ def spec(
 
 
 def _fitting(axis: str | None, size: int, mesh: Mesh | AbstractMesh, rules: Rules) -> list[str]:
-    wanted = rules.get(axis or "", ())
+    wanted, sizes = rules.get(axis or "", ()), _sizes(mesh)
     fitting = []
     for name in (wanted,) if isinstance(wanted, str) else wanted:
-        if name not in mesh.shape:
+        if name not in sizes:
             continue
-        if size % mesh.shape[name]:
+        if size % sizes[name]:
             break
         fitting.append(name)
-        size //= mesh.shape[name]
+        size //= sizes[name]
     return fitting
+
+
+def _sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    """Of the axes over which arrays can be split: inside of `shard_map` they are split over its own ones already."""
+    return {
+        name: mesh.shape[name]
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind != AxisType.Manual
+    }
 
 
 def named(axes: Axes, shape: Sequence[int], mesh: Mesh, rules: Rules = RULES) -> NamedSharding:
@@ -143,14 +161,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def current() -> AbstractMesh | None:
     """The mesh of `jax.set_mesh`, if it has one of our axes."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh if any(mesh.shape.get(axis, 1) > 1 for axis in MESH_AXES) else None
+    return mesh if any(_sizes(mesh).get(axis, 1) > 1 for axis in MESH_AXES) else None
 
 
 def parts(axis: str) -> int:
     """Into how many parts the current mesh splits a logical axis that is long enough."""
     mesh, names = current(), RULES[axis]
     names = (names,) if isinstance(names, str) else names
-    return 1 if mesh is None else math.prod(mesh.shape.get(name, 1) for name in names)
+    return 1 if mesh is None else math.prod(_sizes(mesh).get(name, 1) for name in names)
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
@@ -242,16 +260,28 @@ def reader(mesh: Mesh | None) -> tuple[int, int]:
     """
     if mesh is None:
         return jax.process_index(), jax.process_count()
+    held = rows_of_processes(mesh)
+    groups = sorted(set(held.values()))
+    return groups.index(held[jax.process_index()]), len(groups)
+
+
+def rows_of_processes(mesh: Mesh) -> dict[int, tuple[int, ...]]:
+    """Which parts of the rows of a batch the devices of each process hold, by the process's index.
+
+    They need not follow each other: devices lie along an axis as the cables do. Raises `ConfigError` where processes
+    share some of their parts but not all.
+    """
     parts = row_parts(mesh)
     place = NamedSharding(mesh, PartitionSpec(RULES["batch"])).devices_indices_map((parts,))
     held: dict[int, set[int]] = {}
     device: Any
     for device, (rows,) in place.items():
         held.setdefault(device.process_index, set()).update(range(parts)[rows])
-    groups = sorted({tuple(sorted(rows)) for rows in held.values()})
-    if [row for rows in groups for row in rows] != list(range(parts)):
+    found = {process: tuple(sorted(rows)) for process, rows in held.items()}
+    groups = sorted(set(found.values()))
+    if sorted(row for rows in groups for row in rows) != list(range(parts)) or len({*map(len, groups)}) > 1:
         raise ConfigError(f"mesh {dict(mesh.shape)}: processes hold rows {groups} of a batch, which is no partition")
-    return groups.index(tuple(sorted(held[jax.process_index()]))), len(groups)
+    return found
 
 
 def put_rows(rows: Any, mesh: Mesh | None) -> Any:

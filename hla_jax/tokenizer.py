@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import huggingface_hub
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hla_jax.config import OuroConfig, read_json, token_ids
+from hla_jax.config import ModelConfig, read_json, token_ids
 
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
@@ -42,7 +42,7 @@ def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
 
 
 def load_tokenizer(
-    directory: str | os.PathLike[str] | None, config: OuroConfig | None = None
+    directory: str | os.PathLike[str] | None, config: ModelConfig | None = None
 ) -> PreTrainedTokenizerBase:
     """Reads the tokenizer of a checkpoint. Code in the checkpoint is never run.
 
@@ -92,7 +92,7 @@ def tokenizer_of(path_or_hub_id: str) -> PreTrainedTokenizerBase:
     return load_tokenizer(directory)
 
 
-def stop_tokens(config: OuroConfig, directory: str | os.PathLike[str] | None) -> tuple[int, ...]:
+def stop_tokens(config: ModelConfig, directory: str | os.PathLike[str] | None) -> tuple[int, ...]:
     """Token ids that end a generation, sorted: the ends that config, generation_config.json and tokenizer name.
 
     A tokenizer with a ChatML template also ends at `<|im_end|>`, the end of a turn.

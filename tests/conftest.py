@@ -24,7 +24,7 @@ def x64():
         yield
 
 
-@pytest.fixture(params=["float32", "float64"])
+@pytest.fixture(params=[pytest.param("float32", marks=pytest.mark.long), "float64"])
 def dtype(request):
     """Runs a test once in each precision, with 64-bit types on for float64."""
     with jax.enable_x64(request.param == "float64"):

@@ -2,20 +2,25 @@
 
 A `Store` notes what a scheme keeps of each token, and says how a query reads one stored token: its score and its value.
 Everything else is common: which tokens are read exactly, which are read from the store, one softmax over both.
+
+Layers outside of the loops (Huginn's) have loop number `OUTER`, and are always read exactly.
 """
 
 import copy
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from hla_jax.config import OuroConfig
+from hla_jax.config import HuginnConfig, ModelConfig
+from hla_jax.models import huginn
 
 Visible = Callable[[int, int], bool]
+OUTER = -1
 
 
-def rotate(config: OuroConfig, x: np.ndarray, position: int) -> np.ndarray:
+def rotate(config: ModelConfig, x: np.ndarray, position: int) -> np.ndarray:
     """Turns x [..., dh], pairs (f, f + dh/2)."""
     half = config.head_dim // 2
     turn = np.exp(1j * position * config.rope_theta ** (-np.arange(half) / half))
@@ -29,7 +34,7 @@ class Store:
     rewritten = range(0)
     """Loops whose stored part a second pass writes anew."""
 
-    def __init__(self, config: OuroConfig, maps: dict | None = None):
+    def __init__(self, config: ModelConfig, maps: dict | None = None):
         self.config = config
         self.maps = {name: np.asarray(value, np.float64) for name, value in (maps or {}).items()}
         self.kv: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
@@ -56,10 +61,15 @@ class Store:
 
 
 class SharedStore(Store):
-    """The last loop's keys and values."""
+    """The last loop's keys and values, or with several slots those of the last loop that shares the slot."""
+
+    def __init__(self, config, maps=None, slots: int = 1):
+        super().__init__(config, maps)
+        self.slots = slots
 
     def rebuilt(self, j, loop, layer):
-        return self.kv[j, self.config.num_loops - 1, layer]
+        sharing = [t for t in range(self.config.num_loops) if t % self.slots == loop % self.slots]
+        return self.kv[j, max(sharing), layer]
 
 
 class LatentStore(Store):
@@ -73,8 +83,12 @@ class LatentStore(Store):
 
     def note(self, i, loop, layer, h, k, v):
         super().note(i, loop, layer, h, k, v)
+        if loop == OUTER:
+            return
         at, mine = ((layer,), "1") if loop == 0 else ((layer, loop - 1), "")
         parts = [self.maps[name + mine][at] @ h for name in ("write_k", "write_v")]
+        if loop <= 1 and self.config.qk_bias:
+            parts[0] = parts[0] + self.maps["bias_k" + mine][layer]
         before = (0, 0) if loop <= 1 else self.latents[i, True, layer]
         self.latents[i, loop > 0, layer] = before[0] + parts[0], before[1] + parts[1]
 
@@ -103,6 +117,41 @@ class TrajectoryStore(Store):
         return part("k", 0), part("v", 1)
 
 
+class FoldedStore(TrajectoryStore):
+    """LLA-2D: one latent of all heads, in the order head, loop, coordinate."""
+
+    def rebuilt(self, j, loop, layer):
+        def part(name: str, which: int) -> np.ndarray:
+            x = np.stack([self.kv[j, each, layer][which] for each in range(self.config.num_loops)], axis=1)
+            mean, down, up = (self.maps[f"{name}_{part}"][layer] for part in ("mean", "down", "up"))
+            return (mean + (x.ravel() - mean) @ down @ up).reshape(x.shape)[:, loop]
+
+        return part("k", 0), part("v", 1)
+
+
+class AbsorbedStore(TrajectoryStore):
+    """LLA's absorbed mode: content and position are scored apart, as its formula says."""
+
+    def read(self, i, j, loop, layer, q):
+        content = q
+        if "query_adapter" in self.maps:
+            content = np.einsum("he,hef->hf", q, self.maps["query_adapter"][layer, loop])
+        keys, values = (np.repeat(x, self.config.heads_per_kv, axis=0) for x in self.rebuilt(j, loop, layer))
+        loops = range(self.config.num_loops)
+        trajectory = np.concatenate([self.kv[j, each, layer][0] for each in loops], axis=-1)
+        rotary = np.einsum("ge,ger->gr", trajectory, self.maps["rope_down"][layer])
+        query = np.einsum("he,her->hr", q, self.maps["rope_query"][layer, loop])
+        position = np.sum(self.turn(query, i) * np.repeat(self.turn(rotary, j), self.config.heads_per_kv, axis=0), -1)
+        return (np.sum(content * keys, -1) + position) / self.config.head_dim**0.5, values
+
+    def turn(self, x: np.ndarray, position: int) -> np.ndarray:
+        """Pair p of [..., r], coordinates (p, p + r/2), by the frequency p mod (dh/2)."""
+        pairs, half = x.shape[-1] // 2, self.config.head_dim // 2
+        turn = np.exp(1j * position * self.config.rope_theta ** (-(np.arange(pairs) % half) / half))
+        z = (x[..., :pairs] + 1j * x[..., pairs:]) * turn
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+
 class LowBitStore(Store):
     """Codes of keys with a quantiser a channel, and of values with a quantiser a token and head."""
 
@@ -122,7 +171,7 @@ class LowBitStore(Store):
 
 def decode(
     params: dict,
-    config: OuroConfig,
+    config: ModelConfig,
     store: Store,
     tokens: np.ndarray,
     prompt: int,
@@ -139,12 +188,15 @@ def decode(
 
         def first(loop, layer, h, q, k, v, i=i):
             store.note(i, loop, layer, h, k, v)
-            exact = [j for j in range(i + 1) if i < prompt or i - j <= window]
+            exact = [j for j in range(i + 1) if i < prompt or i - j <= (0 if loop == OUTER else window)]
             stored = [j for j in range(i + 1) if j not in exact and visible(i, j)]
             at = loop, layer, q
-            return attend([store.exact(i, j, *at) for j in exact] + [store.read(i, j, *at) for j in stored])
+            read = store.exact if loop == OUTER else store.read
+            return attend([store.exact(i, j, *at) for j in exact] + [read(i, j, *at) for j in stored])
 
         def second(loop, layer, h, q, k, v, i=i):
+            if loop == OUTER:
+                return first(loop, layer, h, q, k, v)
             return attend([store.read(i, j, loop, layer, q) for j in range(i + 1) if i < prompt or visible(i, j)])
 
         logits.append([forward(params, config, token, one) for one in (first, second)[:passes]][-1])
@@ -152,7 +204,7 @@ def decode(
 
 
 def swapped(
-    params: dict, config: OuroConfig, store: Store, tokens: np.ndarray, visible: Visible, window: int
+    params: dict, config: ModelConfig, store: Store, tokens: np.ndarray, visible: Visible, window: int
 ) -> np.ndarray:
     """Logits [S, V] of a second pass over one sequence that an exact pass has stored; a window of -1 reads even the
     token itself from the store.
@@ -164,9 +216,9 @@ def swapped(
 
         def again(loop, layer, h, q, k, v, i=i):
             own.note(i, loop, layer, h, k, v)
-            exact = [j for j in range(i + 1) if i - j <= window]
+            exact = [j for j in range(i + 1) if i - j <= (0 if loop == OUTER else window)]
             stored = [j for j in range(i + 1) if j not in exact and visible(i, j)]
-            read = own.read if loop in own.rewritten else store.read
+            read = own.exact if loop == OUTER else own.read if loop in own.rewritten else store.read
             at = loop, layer, q
             return attend([own.exact(i, j, *at) for j in exact] + [read(i, j, *at) for j in stored])
 
@@ -181,24 +233,55 @@ def attend(read: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
     return np.einsum("jh,jhe->he", weights / weights.sum(axis=0), values)
 
 
-def forward(params: dict, config: OuroConfig, token: int, attend: Callable) -> np.ndarray:
+def forward(params: dict, config: ModelConfig, token: int, attend: Callable) -> np.ndarray:
     """Logits of one token; `attend(loop, layer, h, q, k, v)` gives the heads' output."""
-
-    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        return x / np.sqrt(np.mean(x**2) + config.rms_norm_eps) * weight
-
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    return (_huginn if isinstance(config, HuginnConfig) else _ouro)(params, config, token, attend)
+
+
+def norm(config: ModelConfig, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return x / np.sqrt(np.mean(x**2) + config.rms_norm_eps) * weight
+
+
+def mlp(p: dict, h: np.ndarray) -> np.ndarray:
+    gate = p["gate_proj"] @ h
+    return p["down_proj"] @ (gate / (1 + np.exp(-gate)) * (p["up_proj"] @ h))
+
+
+def _ouro(params: dict, config: ModelConfig, token: int, attend: Callable) -> np.ndarray:
     x = params["embed_tokens"][token]
     for loop in range(config.num_loops):
         for layer in range(config.num_layers):
             p = {name: stacked[layer] for name, stacked in params["layers"].items()}
-            h = norm(x, p["input_layernorm"])
+            h = norm(config, x, p["input_layernorm"])
             q, k, v = ((p[name] @ h).reshape(-1, config.head_dim) for name in ("q_proj", "k_proj", "v_proj"))
-            x = x + norm(p["o_proj"] @ attend(loop, layer, h, q, k, v).ravel(), p["input_layernorm_2"])
-            h = norm(x, p["post_attention_layernorm"])
-            gate = p["gate_proj"] @ h
-            x = x + norm(
-                p["down_proj"] @ (gate / (1 + np.exp(-gate)) * (p["up_proj"] @ h)), p["post_attention_layernorm_2"]
-            )
-        x = norm(x, params["norm"])
+            x = x + norm(config, p["o_proj"] @ attend(loop, layer, h, q, k, v).ravel(), p["input_layernorm_2"])
+            h = norm(config, x, p["post_attention_layernorm"])
+            x = x + norm(config, mlp(p, h), p["post_attention_layernorm_2"])
+        x = norm(config, x, params["norm"])
     return params["lm_head"] @ x
+
+
+def _huginn(params: dict, config: ModelConfig, token: int, attend: Callable) -> np.ndarray:
+    def block(x: np.ndarray, stack: str, loop: int, layer: int, number: int) -> np.ndarray:
+        p = {name: stacked[layer] for name, stacked in params[stack].items()}
+        h = norm(config, x, p["norm_1"])
+        q, k, v = (p[name] @ h for name in ("q_proj", "k_proj", "v_proj"))
+        if config.qk_bias:
+            q, k = q + p["q_bias"], k + p["k_bias"]
+        heads = attend(loop, number, h, *(x.reshape(-1, config.head_dim) for x in (q, k, v)))
+        x = norm(config, x + p["o_proj"] @ heads.ravel(), p["norm_2"])
+        return norm(config, x + mlp(p, norm(config, x, p["norm_3"])), p["norm_4"])
+
+    e = params["embed_tokens"][token] * config.hidden_size**0.5
+    for layer in range(config.num_prelude):
+        e = block(e, "prelude", OUTER, layer, layer)
+    x = np.asarray(huginn.initial_state(config, jnp.asarray([[token]]), jnp.float64)[0, 0])
+    for loop in range(config.num_loops):
+        x = params["adapter"] @ np.concatenate([x, e])
+        for layer in range(config.num_layers):
+            x = block(x, "layers", loop, layer, layer)
+    x = norm(config, x, params["norm"])
+    for layer in range(config.num_coda):
+        x = block(x, "coda", OUTER, layer, config.num_prelude + layer)
+    return params.get("lm_head", params["embed_tokens"]) @ norm(config, x, params["norm"])

@@ -1,4 +1,4 @@
-"""The embedded model is what its documents say, and competent where a cache is tested."""
+"""The embedded models are what their documents say, and competent where a cache is tested."""
 
 import json
 
@@ -73,3 +73,15 @@ def test_text_loss_is_that_of_a_language_model(model, tokenize):
     text = next(standard_library.documents("held_out"))
     loss = synthetic_tasks.text_loss(model.params, model.config, jnp.asarray(tokenize(text)[:512])[None])
     assert loss < 4.5
+
+
+def test_the_one_of_many_loops_is_as_good_as_its_scores_say(filler, tokenize):
+    directory = hla_jax.NANO.with_name("nano_huginn")
+    assert sum(file.stat().st_size for file in directory.iterdir()) <= 4 * 2**20
+    scores = json.loads((directory / "scores.json").read_text())
+    model = hla_jax.load(directory, dtype="float32")
+    assert model.config.num_loops == 12
+    examples = synthetic_tasks.SETTINGS[0].examples(32, filler, seed=5)
+    found = synthetic_tasks.exact_match(model.params, model.config, examples, tokenize)
+    assert found >= scores["recall/64"] - 0.1
+    assert scores["recall/64"] >= 0.95

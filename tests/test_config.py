@@ -68,7 +68,7 @@ def test_missing_key_is_named(key, how):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type must be 'ouro', found 'llama'"),
+        ({"model_type": "llama"}, "model_type must be 'ouro' or 'huginn_raven', found 'llama'"),
         ({"total_ut_steps": 0}, "total_ut_steps must be at least 1, found 0"),
         ({"total_ut_steps": "4"}, "total_ut_steps must be an integer, found '4'"),
         ({"hidden_size": 64.5}, "hidden_size must be an integer, found 64.5"),

@@ -1,5 +1,6 @@
 """Every config file gives what its experiment reads, and sizes that fit its model."""
 
+import dataclasses
 import importlib.util
 import pathlib
 
@@ -8,8 +9,9 @@ import pytest
 
 import hla_jax
 from hla_jax.analysis.bench import Sweeps
+from hla_jax.analysis.steps import schemes_of
 from hla_jax.attention import registry
-from hla_jax.config import OURO_1P4B, OURO_2P6B, OuroConfig
+from hla_jax.config import HUGINN_3P5B, OURO_1P4B, OURO_2P6B, ModelConfig, OuroConfig
 from hla_jax.evaluation.comparison import bytes_of
 from hla_jax.recipes import compare, finetune, native
 from hla_jax.recipes.compare import Comparison
@@ -31,6 +33,15 @@ def test_real_models(name, model):
     job.scheme.check(model)
     numbers = sum(size[-1] for size in job.scheme.token_shapes(model).values())
     assert 2 * model.num_loops * model.num_kv_heads * model.head_dim / numbers == pytest.approx(10.67, abs=0.01)
+
+
+def test_huginn():
+    job = read("huginn_3p5b_hla")
+    job.scheme.check(HUGINN_3P5B)
+    assert bytes_of(HUGINN_3P5B, job.scheme, context=2048).ratio == pytest.approx(84, abs=0.2)
+    assert job.uptrain.shift.max_distance <= HUGINN_3P5B.max_position_embeddings
+    hidden = HUGINN_3P5B.num_loops * HUGINN_3P5B.num_layers * 2048 * HUGINN_3P5B.hidden_size * 2
+    assert hidden / 2**30 == pytest.approx(2.6, abs=0.05)
 
 
 def test_the_papers_recipe():
@@ -63,6 +74,7 @@ def test_nano():
         ("nano_compare", OuroConfig.from_directory(hla_jax.NANO)),
         ("ouro_1p4b_compare", OURO_1P4B),
         ("ouro_2p6b_thinking_compare", OURO_2P6B),
+        ("huginn_3p5b_compare", HUGINN_3P5B),
     ],
 )
 def test_comparisons(name, model, tmp_path):
@@ -91,6 +103,26 @@ def test_sweeps(name, model):
     assert sweeps.lla in sweeps.passkey.schemes
     for training in (sweeps.uptrain, sweeps.shifted.uptrain, sweeps.distill):
         assert training.optimizer.total_steps == training.loop.steps
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "tokens"),
+    [
+        ("nano_sweeps", OuroConfig.from_directory(hla_jax.NANO), 512),
+        ("ouro_1p4b_sweeps", OURO_1P4B, 2048),
+        ("nano_huginn_sweeps", ModelConfig.from_directory(hla_jax.NANO.with_name("nano_huginn")), 256),
+        ("huginn_3p5b_sweeps", HUGINN_3P5B, 2048),
+    ],
+)
+def test_every_size_of_the_sweep_over_loops_fits(name, model, tokens):
+    sweeps = read(name, Sweeps)
+    sweeps.check(model, tokens)
+    for loops in sweeps.steps.numbers:
+        config = dataclasses.replace(model, num_loops=loops)
+        for schemes in schemes_of(config, sweeps.steps).values():
+            assert len(schemes) >= 3
+            for scheme in schemes:
+                scheme.check(config)
 
 
 @pytest.mark.parametrize("name", ["nano_finetune", "ouro_1p4b_finetune"])

@@ -41,6 +41,7 @@ def test_swapped_pass_of_a_scheme_that_loses_nothing_is_exact(make, model):
     np.testing.assert_allclose(forward_swapped(model, tokens, make(model.config)), forward(model, tokens), atol=1e-4)
 
 
+@pytest.mark.long
 def test_swapped_pass_teaches_every_map(x64):
     """Distillation's gradient reaches writers and readers of both latents, through the first pass's latents."""
     config = tiny_config(num_layers=1, num_loops=2, num_heads=2)

@@ -8,13 +8,14 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from hla_jax import attention_files
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.lla import LLA
 from hla_jax.attention.scheme import Attention, Scheme
-from hla_jax.config import OuroConfig
+from hla_jax.config import HuginnConfig, ModelConfig, OuroConfig
 from hla_jax.models import weights
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -45,7 +46,7 @@ def golden(name: str, dtype: str) -> Golden:
     about = json.loads((directory / "golden_codecs.json").read_text())
     hla, lla = HLA(**about["hla"]), LLA(**about["lla"])
     maps = lambda file, scheme: attention_files.load_maps(
-        directory / file, scheme.interchange, scheme.map_shapes(config), config.num_layers, dtype
+        directory / file, config, scheme.interchange, scheme.map_shapes(config), dtype
     )
     return Golden(
         config,
@@ -58,6 +59,11 @@ def golden(name: str, dtype: str) -> Golden:
         maps("lla_svd.safetensors", lla),
         about["prompt_length"],
     )
+
+
+def long_cases(*values: object) -> list:
+    """Parameters of a test whose other cases say enough in the default suite."""
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
 def tiny_config(**changes) -> OuroConfig:
@@ -79,34 +85,55 @@ def tiny_config(**changes) -> OuroConfig:
     return OuroConfig(**(sizes | changes))
 
 
-def tiny_params(config: OuroConfig, dtype: str = "float32", seed: int = 0) -> dict:
+def tiny_huginn(**changes) -> HuginnConfig:
+    """The same of the other family, with more steps."""
+    sizes = dict(
+        vocab_size=40,
+        hidden_size=24,
+        intermediate_size=32,
+        num_layers=2,
+        num_loops=4,
+        num_heads=3,
+        num_kv_heads=3,
+        head_dim=8,
+        rope_theta=100.0,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        num_prelude=1,
+        num_coda=2,
+    )
+    return HuginnConfig(**(sizes | changes))
+
+
+def tiny_params(config: ModelConfig, dtype: str = "float32", seed: int = 0, scale: float = 0.3) -> dict:
     """Random parameters whose norms and gate are not at their neutral start, so that a forgotten one shows."""
     rng = np.random.default_rng(seed)
 
     def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.asarray(("norm" in path[-1].key) + 0.3 * rng.normal(size=leaf.shape), dtype)
+        return jnp.asarray(("norm" in path[-1].key) + scale * rng.normal(size=leaf.shape), dtype)
 
     return jax.tree_util.tree_map_with_path(draw, weights.abstract_params(config, dtype))
 
 
-def tiny_tokens(config: OuroConfig, batch: int, length: int, seed: int = 0) -> jax.Array:
+def tiny_tokens(config: ModelConfig, batch: int, length: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(0, config.vocab_size, (batch, length)), jnp.int32)
 
 
-def random_hla(config: OuroConfig, window: int, dtype: str = "float32", seed: int = 0) -> Attention:
+def random_hla(config: ModelConfig, window: int, dtype: str = "float32", seed: int = 0) -> Attention:
     """HLA with fewer ranks than the keys have, and random maps."""
     scheme = HLA(config.head_dim * (config.num_loops - 1), config.head_dim, config.head_dim, window)
     return random_maps(scheme, config, dtype, seed)
 
 
-def random_maps(scheme: Scheme, config: OuroConfig, dtype: str = "float32", seed: int = 0) -> Attention:
+def random_maps(scheme: Scheme, config: ModelConfig, dtype: str = "float32", seed: int = 0) -> Attention:
     """Random maps that give outputs of the size of the exact ones."""
     rng = np.random.default_rng(seed)
     draw = lambda shape: jnp.asarray(rng.normal(size=(config.num_layers, *shape)) / shape[-1] ** 0.5, dtype)
     return Attention(scheme, {name: draw(shape) for name, shape in scheme.map_shapes(config).items()})
 
 
-def full_rank_hla(config: OuroConfig, params: dict, window: int, shuffle: int | None = None) -> Attention:
+def full_rank_hla(config: ModelConfig, params: dict, window: int, shuffle: int | None = None) -> Attention:
     """HLA that loses nothing: the main latent holds the keys and values of loops 2 .. T and all key-value heads.
 
     The writer's rows are the projections' rows, block by block; the readers select the block of their own loop and
@@ -131,7 +158,7 @@ def full_rank_hla(config: OuroConfig, params: dict, window: int, shuffle: int | 
     )
 
 
-def _full_rank(config: OuroConfig, params: dict, loops: int, shuffle: int | None) -> dict:
+def _full_rank(config: ModelConfig, params: dict, loops: int, shuffle: int | None) -> dict:
     """Maps of one latent that serves `loops` loops: block t G + g of it is loop t's key-value head g."""
     layers, heads, kv_heads, size = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
     rank = loops * kv_heads * size

@@ -24,7 +24,7 @@ from hla_jax.attention.lla import LLA
 from hla_jax.attention.scheme import Attention, Scheme, SchemeError
 from hla_jax.calibration.calibrate import calibrate
 from hla_jax.calibration.random import random_maps
-from hla_jax.config import ConfigError, OuroConfig, read_json
+from hla_jax.config import ConfigError, ModelConfig, read_json
 from hla_jax.data.positions import ShiftConfig
 from hla_jax.evaluation import tasks
 from hla_jax.evaluation.accuracy import complete
@@ -75,6 +75,23 @@ class Passkey:
 
 
 @dataclasses.dataclass(frozen=True)
+class StepSweep:
+    """A model that is run with several numbers of loops.
+
+    Attributes:
+      numbers: of loops.
+      ranks: of HLA's main latent, keys and values alike.
+      rank_loop1: of its loop-1 latent.
+      ratios: by which LLA makes the cache smaller.
+    """
+
+    numbers: tuple[int, ...]
+    ranks: tuple[int, ...]
+    rank_loop1: int
+    ratios: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Sweeps:
     """Everything that decides the sweeps, besides the model and the rows of text.
 
@@ -91,6 +108,7 @@ class Sweeps:
       lla: the sizes whose start is compared.
       distill: of LLA's maps.
       passkey: see there.
+      steps: see there; None for a model whose number of loops is fixed.
       seed: of random maps and questions.
     """
 
@@ -108,6 +126,7 @@ class Sweeps:
     lla: LLA
     distill: DistillConfig
     passkey: Passkey
+    steps: StepSweep | None = None
     seed: int = 0
 
     @property
@@ -117,7 +136,7 @@ class Sweeps:
         ranks = {name: max(*getattr(self, name), all_of(name)) for name in ("rank_k", "rank_v", "rank_loop1")}
         return dataclasses.replace(self.scheme, window=0, **ranks)
 
-    def check(self, config: OuroConfig, tokens: int) -> None:
+    def check(self, config: ModelConfig, tokens: int) -> None:
         """Raises `SchemeError` where a size does not fit the model, and `ConfigError` where held-out rows of `tokens`
         are too short.
         """
@@ -142,6 +161,7 @@ class Sweeps:
             "shifted_positions": ("scheme",),
             "initialisation": ("lla",),
             "passkey": ("scheme", "passkey"),
+            "steps": ("steps",),
             "quality": (),
         }
         pick = lambda names: {name: whole[name] for name in names}
@@ -266,8 +286,8 @@ class Bench:
         return self._fit(f"LLA {scheme.rank_k}-{scheme.rank_v}{' from random maps' if random else ''}")
 
 
-def resized(attention: Attention, scheme: HLA, config: OuroConfig) -> Attention:
-    """HLA's maps at other ranks, and with another window.
+def resized(attention: Attention, scheme: Scheme, config: ModelConfig) -> Attention:
+    """The maps of HLA or LLA at other ranks, HLA's also with another window.
 
     Closed-form maps have the leading directions first, so a part of them is what `calibrate` gives the smaller scheme.
     Zeros behind the maps change no score and no output.

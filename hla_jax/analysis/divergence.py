@@ -23,10 +23,9 @@ from hla_jax.attention.full import rotate_qk
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.parallel import grouped_scores
 from hla_jax.attention.scheme import Attention, Maps
-from hla_jax.config import OuroConfig
-from hla_jax.models import ouro
-from hla_jax.models.layers import accumulation_dtype
-from hla_jax.models.ouro import LayerInputs
+from hla_jax.config import ModelConfig
+from hla_jax.models.layers import accumulation_dtype, project
+from hla_jax.models.stages import LayerInputs, Params
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -66,8 +65,8 @@ class ByDistance(NamedTuple):
 
 
 def by_distance(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     attention: Attention,
     sequences: Int[np.ndarray, "N S"],
     *,
@@ -104,8 +103,8 @@ def by_distance(
 
 
 def by_shift(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     attention: Attention,
     sequences: Int[np.ndarray, "N S"],
     shifts: Sequence[int],
@@ -165,8 +164,8 @@ def terms(log_exact: Float[Array, "..."], log_other: Float[Array, "..."]) -> Flo
 
 @functools.partial(jax.jit, static_argnames=("config", "scheme", "starts"))
 def _one_sequence(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     scheme: HLA,
     maps: Maps,
     tokens: Int[Array, "1 S"],
@@ -191,8 +190,8 @@ def _one_sequence(
 
 @functools.partial(jax.jit, static_argnames=("config", "scheme", "gap"))
 def _moved(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     scheme: HLA,
     maps: Maps,
     tokens: Int[Array, "1 S"],
@@ -218,8 +217,8 @@ def _log_attention(scores: Float[Array, "B H Q S"], visible: Bool[Array, "Q S"])
 
 
 def _each_layer(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     scheme: HLA,
     maps: Maps,
     h: Float[Array, "T L B S d"],
@@ -239,10 +238,10 @@ def _each_layer(
         scale = config.head_dim**-0.5
         return compare(scale * grouped_scores(q, k), scale * grouped_scores(query, latent_k[:, :, None]))
 
-    def one_layer(xs: tuple[Array, ouro.Params, Array]) -> Any:
+    def one_layer(xs: tuple[Array, Params, Array]) -> Any:
         # The model's own precision would show as divergence.
         layer, p, h = jax.tree.map(lambda x: x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x, xs)
-        inputs = lambda h, loop: LayerInputs(h, *ouro.project(p, config, h), loop, layer)
+        inputs = lambda h, loop: LayerInputs(h, *project(p, config, h), loop, layer)
         loop_1 = jnp.zeros((), jnp.int32)
         first, queries = inputs(h[0], loop_1), inputs(h[0][:, index], loop_1)
         latent_k, _ = scheme.write_first(config, maps, first, positions)

@@ -47,6 +47,9 @@ _FEW = 8
 # A logarithmic axis is used where values differ by more than this factor.
 _LOG_FROM = 6.0
 
+# And has ticks at powers of ten alone beyond this one.
+_POWERS_FROM = 1e4
+
 Series = Mapping[str, Sequence[float]]
 Interval = tuple[float, float]
 
@@ -253,9 +256,11 @@ def _spread(curves: Iterable[Sequence[float]]) -> float:
 
 
 def _log_y(axes: Axes) -> None:
-    """A logarithmic axis with plain numbers at 1, 2, 5, 10, ..."""
+    """A logarithmic axis with plain numbers at 1, 2, 5, 10, ..., or at powers of ten where those were too many."""
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    low, high = axes.get_ylim()
+    many = high / low > _POWERS_FROM
+    axes.yaxis.set_major_locator(ticker.LogLocator(numticks=9) if many else ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.yaxis.set_minor_locator(ticker.NullLocator())
 

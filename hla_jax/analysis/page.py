@@ -12,6 +12,7 @@ import numpy as np
 from hla_jax.analysis import figures, sweep_page
 from hla_jax.analysis.analyses import AROUND_MEAN, AS_THEY_ARE
 from hla_jax.analysis.figures import Figure
+from hla_jax.analysis.steps_page import steps_section
 from hla_jax.analysis.structure import AXES, PROJECTIONS
 from hla_jax.evaluation.markdown import table
 from hla_jax.evaluation.report import write_sections
@@ -334,6 +335,7 @@ _SECTIONS: dict[str, Callable[[Result], tuple[list[str], Drawn]]] = {
         _divergence, name="divergence_uptrained", title="Where the latent errs after a short uptraining"
     ),
     **sweep_page.SECTIONS,
+    "steps": steps_section,
 }
 
 

@@ -23,9 +23,9 @@ from jax import Array
 
 from hla_jax.calibration import moments
 from hla_jax.calibration.moments import Sequences
-from hla_jax.config import OuroConfig
-from hla_jax.models import ouro
+from hla_jax.config import ModelConfig
 from hla_jax.models.layers import accumulation_dtype
+from hla_jax.models.stages import Params
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -69,7 +69,7 @@ class Energies(NamedTuple):
 class _Sum:
     """Of the attention inputs of all loops: [T, d]."""
 
-    config: OuroConfig
+    config: ModelConfig
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class _Sum:
 class _Products:
     """Of the attention inputs of all loops around the operand [T, d]: [T d, T d]."""
 
-    config: OuroConfig
+    config: ModelConfig
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,8 +101,9 @@ class _Axis:
     [..., T, d] is taken from the attention inputs: [2, 1 + n], averaged over the other axes.
     """
 
-    config: OuroConfig
+    config: ModelConfig
     axis: Axis
+    centred: bool
 
     @property
     def length(self) -> int:
@@ -119,10 +120,15 @@ class _Axis:
             h, operand = h[None], operand[None]
             projections = {name: weight[None] for name, weight in projections.items()}
         around = _around(h, operand)
-        return jnp.stack([self._of(around, projections[name], counted) for name in PROJECTIONS.values()])
+        x = {
+            name: jnp.einsum("ltnd,led->nlte", around, projections[name].astype(h.dtype))
+            for name in PROJECTIONS.values()
+        }
+        if self.config.qk_bias and not self.centred:
+            x["k_proj"] = x["k_proj"] + projections["k_bias"][:, None].astype(h.dtype)
+        return jnp.stack([self._of(each, counted) for each in x.values()])
 
-    def _of(self, h: Float[Array, "l T N d"], weight: Float[Array, "l D d"], counted: Bool[Array, " N"]) -> Array:
-        x = jnp.einsum("ltnd,led->nlte", h, weight.astype(h.dtype))
+    def _of(self, x: Float[Array, "N l T D"], counted: Bool[Array, " N"]) -> Array:
         x = x.reshape(*x.shape[:3], self.config.num_kv_heads, self.config.head_dim)
         rows = jnp.moveaxis(x, {"layers": 1, "loops": 2, "heads": 3}[self.axis], -2)
         energies = jnp.linalg.eigvalsh(jnp.einsum("...ie,...je->...ij", rows, rows))[..., ::-1]
@@ -132,7 +138,7 @@ class _Axis:
         return jnp.sum(jnp.where(counted[:, None], by_token, 0), axis=0)
 
 
-def hidden_moments(params: ouro.Params, config: OuroConfig, sequences: Sequences) -> Moments:
+def hidden_moments(params: Params, config: ModelConfig, sequences: Sequences) -> Moments:
     """Mean and covariance of the attention inputs of every layer, in two passes over the sequences.
 
     Memory: (T d)^2 numbers a layer on the host; on the device so many layers as `calibration.moments.MOMENT_BYTES`
@@ -151,15 +157,15 @@ def hidden_moments(params: ouro.Params, config: OuroConfig, sequences: Sequences
     return Moments(count, mean, (products / count).reshape(shape))
 
 
-def hidden_mean(params: ouro.Params, config: OuroConfig, sequences: Sequences) -> Float[np.ndarray, "L T d"]:
+def hidden_mean(params: Params, config: ModelConfig, sequences: Sequences) -> Float[np.ndarray, "L T d"]:
     """Mean of the attention inputs of every layer and loop, in one pass."""
     (total,) = moments.measure(params, config, sequences, [_Sum(config)])
     return total / total.dtype.type(sequences.lengths.sum())
 
 
 def axis_energies(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     sequences: Sequences,
     axis: Axis,
     around: Float[np.ndarray, "L T d"] | None = None,
@@ -174,7 +180,7 @@ def axis_energies(
       axis: whose rows; for "layers" the results' L is 1.
       around: `hidden_mean`, for keys and values as they differ from their mean; None takes them as they are.
     """
-    measure = _Axis(config, axis)
+    measure = _Axis(config, axis, centred=around is not None)
     around = (
         np.zeros((config.num_layers, config.num_loops, config.hidden_size), np.float32) if around is None else around
     )

@@ -22,7 +22,7 @@ from hla_jax.analysis.structure import AXES, PROJECTIONS
 from hla_jax.attention.full import FullCache
 from hla_jax.attention.hla import HLA
 from hla_jax.calibration.calibrate import calibrate
-from hla_jax.config import OURO_1P4B, OURO_2P6B, OuroConfig
+from hla_jax.config import OURO_1P4B, OURO_2P6B, ModelConfig, OuroConfig
 from hla_jax.evaluation.cost import map_numbers
 from hla_jax.evaluation.fidelity import attention_divergence
 
@@ -64,7 +64,7 @@ class Row:
     verdict: Verdict
 
 
-def ranks(config: OuroConfig, window: int) -> HLA:
+def ranks(config: ModelConfig, window: int) -> HLA:
     """The paper's ranks (512, 512 and 256 where one loop has 2,048 numbers) in proportion to the model."""
     return HLA(_rank(config, 4), _numbers(config) // 4, _rank(config, 2), window)
 
@@ -259,11 +259,11 @@ def _verdict(value: float, published: Published | None) -> Verdict:
     return "fail" if published.defined else "differs"
 
 
-def _numbers(config: OuroConfig) -> int:
+def _numbers(config: ModelConfig) -> int:
     """Numbers in one loop's keys of a token and layer."""
     return config.num_kv_heads * config.head_dim
 
 
-def _rank(config: OuroConfig, sixteenths: int) -> int:
+def _rank(config: ModelConfig, sixteenths: int) -> int:
     """A rank of keys in whole heads."""
     return max(_numbers(config) * sixteenths // 16 // config.head_dim, 1) * config.head_dim

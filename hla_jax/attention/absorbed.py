@@ -22,10 +22,10 @@ from jax import Array
 from hla_jax.attention.full import rotate_qk
 from hla_jax.attention.parallel import exact_attention
 from hla_jax.attention.scheme import Cache, Eviction, Maps, merge_heads, split_heads
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.kernels.latent_decode.api import latent_decode
 from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, rotate
-from hla_jax.models.ouro import LayerInputs
+from hla_jax.models.stages import LayerInputs
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -45,7 +45,7 @@ class Query(NamedTuple):
 
 
 def with_rotary_key(
-    scheme: LLA, config: OuroConfig, maps: Maps, inputs: LayerInputs, latent: Float[Array, "B S Nrk"]
+    scheme: LLA, config: ModelConfig, maps: Maps, inputs: LayerInputs, latent: Float[Array, "B S Nrk"]
 ) -> Float[Array, "B S Nr"]:
     """What the keys of a layer at a loop add to each stored key, the latent and the rotary key behind it, which is not
     rotated yet.
@@ -59,7 +59,7 @@ def with_rotary_key(
 
 
 def turn_keys(
-    scheme: LLA, config: OuroConfig, keys: Float[Array, "B S Nr"], positions: Int[Array, "#B S"]
+    scheme: LLA, config: ModelConfig, keys: Float[Array, "B S Nr"], positions: Int[Array, "#B S"]
 ) -> Float[Array, "B S Nr"]:
     """Stored keys with their rotary part turned."""
     latent, rotary = jnp.split(split_heads(keys, scheme.axis(config).groups), [scheme.rank_k], axis=-1)
@@ -67,7 +67,7 @@ def turn_keys(
 
 
 def rotate_key(
-    config: OuroConfig, key: Float[Array, "B S ... r"], positions: Int[Array, "#B S"]
+    config: ModelConfig, key: Float[Array, "B S ... r"], positions: Int[Array, "#B S"]
 ) -> Float[Array, "B S ... r"]:
     """Rotates rotary keys, or queries to them: pair p of r/2, coordinates (p, p + r/2), has frequency p mod (dh/2)."""
     frequencies = inverse_frequencies(config.head_dim, config.rope_theta, accumulation_dtype(key.dtype))
@@ -76,7 +76,7 @@ def rotate_key(
 
 
 def read_all(
-    scheme: LLA, config: OuroConfig, maps: Maps, inputs: LayerInputs, latents: Buffers, eviction: Eviction | None
+    scheme: LLA, config: ModelConfig, maps: Maps, inputs: LayerInputs, latents: Buffers, eviction: Eviction | None
 ) -> Float[Array, "B S H dh"]:
     """Every token reads the latents of all tokens up to itself."""
     query = _query(scheme, config, maps, inputs, jnp.arange(inputs.h.shape[1])[None])
@@ -87,7 +87,7 @@ def read_all(
 
 def read_past(
     scheme: LLA,
-    config: OuroConfig,
+    config: ModelConfig,
     maps: Maps,
     inputs: LayerInputs,
     cache: Cache,
@@ -129,7 +129,7 @@ def _per_query(x: Float[Array, "B G r"], heads: int) -> Float[Array, "B H r"]:
     return jnp.repeat(x, heads // x.shape[1], axis=1)
 
 
-def _query(scheme: LLA, config: OuroConfig, maps: Maps, inputs: LayerInputs, positions: Int[Array, "#B S"]) -> Query:
+def _query(scheme: LLA, config: ModelConfig, maps: Maps, inputs: LayerInputs, positions: Int[Array, "#B S"]) -> Query:
     at = inputs.layer, inputs.loop
     content = inputs.q
     if scheme.query_adapter:
@@ -143,7 +143,7 @@ def _query(scheme: LLA, config: OuroConfig, maps: Maps, inputs: LayerInputs, pos
 
 def _output(
     scheme: LLA,
-    config: OuroConfig,
+    config: ModelConfig,
     maps: Maps,
     inputs: LayerInputs,
     latent: Float[Array, "B S H rv"],

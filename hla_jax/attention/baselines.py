@@ -17,7 +17,7 @@ from jax import Array
 
 from hla_jax.attention.codec import Axis, Codec, Part
 from hla_jax.attention.scheme import Maps, SchemeError, Shape
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -34,26 +34,26 @@ class HeadLatent(Codec):
 
     interchange = "head_latent"
 
-    def leading(self, config: OuroConfig) -> Shape:
+    def leading(self, config: ModelConfig) -> Shape:
         return (config.num_loops,)
 
-    def axis(self, config: OuroConfig) -> Axis:
+    def axis(self, config: ModelConfig) -> Axis:
         return Axis(config.num_loops * config.num_layers, 1, config.num_kv_heads * config.head_dim)
 
-    def slot(self, config: OuroConfig, loop: Array | int, layer: Array | int) -> Array | int:
+    def slot(self, config: ModelConfig, loop: Array | int, layer: Array | int) -> Array | int:
         return loop * config.num_layers + layer
 
-    def part(self, config: OuroConfig, maps: Maps, name: str, loop: Array, layer: Array) -> Part:
+    def part(self, config: ModelConfig, maps: Maps, name: str, loop: Array, layer: Array) -> Part:
         down, up, mean = (maps[f"{name}_{part}"][layer, loop] for part in ("down", "up", "mean"))
         heads = config.num_kv_heads, config.head_dim
         return Part(down.reshape(*heads, -1), jnp.moveaxis(up.reshape(-1, *heads), 0, 1), mean.reshape(heads))
 
-    def trajectories(self, config: OuroConfig, x: Float[Array, "n T N G dh"]) -> Float[Array, "N latents size"]:
+    def trajectories(self, config: ModelConfig, x: Float[Array, "n T N G dh"]) -> Float[Array, "N latents size"]:
         return jnp.moveaxis(x[0], 0, 1).reshape(x.shape[2], config.num_loops, -1)
 
     def spread(
         self,
-        config: OuroConfig,
+        config: ModelConfig,
         down: Float[np.ndarray, "latents size r"],
         up: Float[np.ndarray, "latents r size"],
         mean: Float[np.ndarray, "latents size"],
@@ -75,30 +75,30 @@ class LayerLatent(Codec):
 
     layers: int = 2
 
-    def check(self, config: OuroConfig) -> None:
+    def check(self, config: ModelConfig) -> None:
         if self.layers < 1 or config.num_layers % self.layers:
             raise SchemeError(f"layers must divide the model's {config.num_layers}, found {self.layers}")
         super().check(config)
 
-    def leading(self, config: OuroConfig) -> Shape:
+    def leading(self, config: ModelConfig) -> Shape:
         return config.num_loops, config.num_kv_heads
 
-    def axis(self, config: OuroConfig) -> Axis:
+    def axis(self, config: ModelConfig) -> Axis:
         slots = config.num_loops * config.num_layers // self.layers
         return Axis(slots, config.num_kv_heads, self.layers * config.head_dim, self.layers)
 
-    def slot(self, config: OuroConfig, loop: Array | int, layer: Array | int) -> Array | int:
+    def slot(self, config: ModelConfig, loop: Array | int, layer: Array | int) -> Array | int:
         return loop * (config.num_layers // self.layers) + layer // self.layers
 
-    def part(self, config: OuroConfig, maps: Maps, name: str, loop: Array, layer: Array) -> Part:
+    def part(self, config: ModelConfig, maps: Maps, name: str, loop: Array, layer: Array) -> Part:
         return Part(*(maps[f"{name}_{part}"][layer, loop] for part in ("down", "up", "mean")))
 
-    def trajectories(self, config: OuroConfig, x: Float[Array, "n T N G dh"]) -> Float[Array, "N latents size"]:
+    def trajectories(self, config: ModelConfig, x: Float[Array, "n T N G dh"]) -> Float[Array, "N latents size"]:
         return jnp.einsum("ntjge->jtgne", x).reshape(x.shape[2], -1, self.layers * config.head_dim)
 
     def spread(
         self,
-        config: OuroConfig,
+        config: ModelConfig,
         down: Float[np.ndarray, "latents size r"],
         up: Float[np.ndarray, "latents r size"],
         mean: Float[np.ndarray, "latents size"],

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from hla_jax import sharding
-from hla_jax.attention.full import exact_stages
-from hla_jax.config import OuroConfig
-from hla_jax.models import ouro
+from hla_jax.attention.full import exact_outer, exact_stages
+from hla_jax.config import ModelConfig
+from hla_jax.models import looped
+from hla_jax.models.stages import Attend, LayerInputs, Params
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -23,8 +24,8 @@ CAPTURED = (None, None, "batch", "tokens", "captured")
 
 
 def attention_inputs(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"],
     segments: Int[Array, "B S"] | None = None,
@@ -46,8 +47,8 @@ def attention_inputs(
     )
     captured = sharding.constrain(captured, *CAPTURED)
 
-    def keeping(attend: ouro.Attend) -> ouro.Attend:
-        def attend_and_keep(captured: Array, inputs: ouro.LayerInputs) -> tuple[Array, Array]:
+    def keeping(attend: Attend) -> Attend:
+        def attend_and_keep(captured: Array, inputs: LayerInputs) -> tuple[Array, Array]:
             out, _ = attend(None, inputs)
             # Layers outside the range get an index outside the buffer, where writes are dropped.
             index = jnp.where(inputs.layer < layers.start, len(layers), inputs.layer - layers.start)
@@ -56,5 +57,6 @@ def attention_inputs(
         return attend_and_keep
 
     stages = [stage._replace(attend=keeping(stage.attend)) for stage in exact_stages(config, positions, segments)]
-    _, captured = ouro.run(params, config, tokens, stages, captured)
+    outer = exact_outer(config, positions, segments)
+    _, captured = looped.run(params, config, tokens, stages, captured, outer)
     return jax.lax.stop_gradient(sharding.constrain(captured, *CAPTURED))

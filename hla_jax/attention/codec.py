@@ -39,10 +39,10 @@ from hla_jax.attention.scheme import (
     put_tokens,
     split_heads,
 )
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.kernels.latent_decode import Stored
 from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, rotate
-from hla_jax.models.ouro import LayerInputs, Stage
+from hla_jax.models.stages import LayerInputs, Stage
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -85,42 +85,42 @@ class Codec(Scheme):
     rank_v: int
 
     @abc.abstractmethod
-    def axis(self, config: OuroConfig) -> Axis:
+    def axis(self, config: ModelConfig) -> Axis:
         """How many latents a token has, and what each stands for."""
 
     @abc.abstractmethod
-    def leading(self, config: OuroConfig) -> Shape:
+    def leading(self, config: ModelConfig) -> Shape:
         """Leading axes of a layer's maps: one map for each latent that the layer has a part in."""
 
     @abc.abstractmethod
-    def slot(self, config: OuroConfig, loop: Array | int, layer: Array | int) -> Array | int:
+    def slot(self, config: ModelConfig, loop: Array | int, layer: Array | int) -> Array | int:
         """Slot of a layer and loop in the latents' buffers."""
 
     @abc.abstractmethod
-    def part(self, config: OuroConfig, maps: Maps, name: str, loop: Array, layer: Array) -> Part:
+    def part(self, config: ModelConfig, maps: Maps, name: str, loop: Array, layer: Array) -> Part:
         """The maps `<name>_down`, `<name>_up`, `<name>_mean` of one layer and loop; `name` is "k" or "v"."""
 
     @abc.abstractmethod
-    def trajectories(self, config: OuroConfig, x: Float[Array, "n T N G dh"]) -> Float[Array, "N latents size"]:
+    def trajectories(self, config: ModelConfig, x: Float[Array, "n T N G dh"]) -> Float[Array, "N latents size"]:
         """What the latents of N tokens stand for, from their keys or values in the n layers that share latents."""
 
     @abc.abstractmethod
     def spread(
         self,
-        config: OuroConfig,
+        config: ModelConfig,
         down: Float[np.ndarray, "latents size r"],
         up: Float[np.ndarray, "latents r size"],
         mean: Float[np.ndarray, "latents size"],
     ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """The maps of the layers that share latents, one layer after the other, from maps of whole trajectories."""
 
-    def check(self, config: OuroConfig) -> None:
+    def check(self, config: ModelConfig) -> None:
         most = self.axis(config).size
         for name, rank in (("rank_k", self.rank_k), ("rank_v", self.rank_v)):
             if not 1 <= rank <= most:
                 raise SchemeError(f"{name} must be in 1 .. {most}, the numbers that a latent stands for; found {rank}")
 
-    def map_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+    def map_shapes(self, config: ModelConfig) -> dict[str, Shape]:
         leading, axis = self.leading(config), self.axis(config)
         size = axis.size // axis.layers
         shapes: dict[str, Shape] = {}
@@ -129,20 +129,20 @@ class Codec(Scheme):
             shapes |= {f"{name}_mean": (*leading, size)}
         return shapes
 
-    def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+    def token_shapes(self, config: ModelConfig) -> dict[str, Shape]:
         axis = self.axis(config)
         return {
             "latent_k": (axis.slots, axis.groups * self.rank_k),
             "latent_v": (axis.slots, axis.groups * self.rank_v),
         }
 
-    def reads(self, config: OuroConfig) -> dict[str, int]:
+    def reads(self, config: ModelConfig) -> dict[str, float]:
         readers = config.num_loops * config.num_layers // self.axis(config).slots
         return super().reads(config) | dict.fromkeys(("latent_k", "latent_v"), readers * self.passes)
 
     # What the maps compute for one layer and loop.
 
-    def encode(self, config: OuroConfig, maps: Maps, inputs: LayerInputs) -> dict[str, Float[Array, "B S Nr"]]:
+    def encode(self, config: ModelConfig, maps: Maps, inputs: LayerInputs) -> dict[str, Float[Array, "B S Nr"]]:
         """What the keys (before rotation) and values of a layer at a loop add to their latents."""
         each = self.axis(config).groups > 1
 
@@ -156,7 +156,7 @@ class Codec(Scheme):
 
     def rebuilt(
         self,
-        config: OuroConfig,
+        config: ModelConfig,
         maps: Maps,
         loop: Array,
         layer: Array,
@@ -181,13 +181,13 @@ class Codec(Scheme):
 
     # How a layer at a loop reads latents.
 
-    def latents(self, config: OuroConfig, buffers: Buffers, inputs: LayerInputs) -> Buffers:
+    def latents(self, config: ModelConfig, buffers: Buffers, inputs: LayerInputs) -> Buffers:
         """The latents of a layer at a loop: [B, C, N r] of a cache, [B, N r] of a new token."""
         slot = self.slot(config, inputs.loop, inputs.layer)
         return {name: buffers[name][slot] for name in self.token_shapes(config)}
 
     def read_all(
-        self, config: OuroConfig, maps: Maps, inputs: LayerInputs, latents: Buffers, eviction: Eviction | None
+        self, config: ModelConfig, maps: Maps, inputs: LayerInputs, latents: Buffers, eviction: Eviction | None
     ) -> Float[Array, "B S H dh"]:
         """Every token reads the latents of all tokens up to itself."""
         positions = jnp.arange(inputs.h.shape[1])[None]
@@ -197,7 +197,7 @@ class Codec(Scheme):
 
     def read_past(
         self,
-        config: OuroConfig,
+        config: ModelConfig,
         maps: Maps,
         inputs: LayerInputs,
         cache: Cache,
@@ -218,7 +218,7 @@ class Codec(Scheme):
     # The contract.
 
     def fill(
-        self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
+        self, config: ModelConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
     ) -> Transform[Cache]:
         """Latents are summed up in the cache's own buffers, so a prompt needs no more memory than its cache and the
         keys and values of one layer at one loop.
@@ -238,20 +238,20 @@ class Codec(Scheme):
             [Stage(range(config.num_loops), attend)], cache.buffers, lambda buffers: Cache(buffers, lengths)
         )
 
-    def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
+    def decode(self, config: ModelConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
         def attend(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
             out = self.read_past(config, maps, inputs, cache, None, implementation)
             return out, self.write(config, maps, inputs, new)
 
         return Transform([Stage(range(config.num_loops), attend)], new_token(cache.buffers), cache.store)
 
-    def write(self, config: OuroConfig, maps: Maps, inputs: LayerInputs, new: Buffers) -> Buffers:
+    def write(self, config: ModelConfig, maps: Maps, inputs: LayerInputs, new: Buffers) -> Buffers:
         """Adds what a layer at a loop knows of a new token's latents."""
         slot = self.slot(config, inputs.loop, inputs.layer)
         parts = self.encode(config, maps, inputs)
         return new | {name: new[name].at[slot].add(part[:, 0].astype(new[name].dtype)) for name, part in parts.items()}
 
-    def reread(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
+    def reread(self, config: ModelConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
         """Every token reads rebuilt keys and values, its own included."""
         buffers = {name: cache.buffers[name][:, :, :tokens] for name in self.token_shapes(config)}
 

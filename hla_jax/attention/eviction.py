@@ -16,7 +16,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from hla_jax.attention.scheme import Cache, Eviction, Maps, Scheme, SchemeError, Shape, Transform
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -43,7 +43,7 @@ class Evicted(Scheme):
         """The scheme's own: eviction adds no maps."""
         return self.scheme.interchange
 
-    def check(self, config: OuroConfig) -> None:
+    def check(self, config: ModelConfig) -> None:
         if isinstance(self.scheme, Evicted):
             raise SchemeError("Evicted wraps a scheme that keeps every token, found another Evicted")
         if self.first < 0:
@@ -52,48 +52,51 @@ class Evicted(Scheme):
             raise SchemeError(f"budget must be more than the {self.first} first tokens, found {self.budget}")
         self.scheme.check(config)
 
-    def map_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+    def with_loops(self, loops: int) -> Evicted:
+        return dataclasses.replace(self, scheme=self.scheme.with_loops(loops))
+
+    def map_shapes(self, config: ModelConfig) -> dict[str, Shape]:
         return self.scheme.map_shapes(config)
 
-    def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+    def token_shapes(self, config: ModelConfig) -> dict[str, Shape]:
         return self.scheme.token_shapes(config)
 
     @property
     def passes(self) -> int:
         return self.scheme.passes
 
-    def reads(self, config: OuroConfig) -> dict[str, int]:
+    def reads(self, config: ModelConfig) -> dict[str, float]:
         return self.scheme.reads(config)
 
     def window_tokens(self) -> int:
         return self.scheme.window_tokens()
 
     def cache_shapes(
-        self, config: OuroConfig, batch: int, capacity: int, dtype: DTypeLike
+        self, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike
     ) -> dict[str, jax.ShapeDtypeStruct]:
         return self.scheme.cache_shapes(config, batch, min(capacity, self.budget), dtype)
 
-    def init_cache(self, config: OuroConfig, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
+    def init_cache(self, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
         return self._evicting(super().init_cache(config, batch, capacity, dtype))
 
     def fill(
-        self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
+        self, config: ModelConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
     ) -> Transform[Cache]:
         return self._read_then_evict(self.scheme.fill, config, maps, cache, tokens, lengths)
 
     def prefill(
-        self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
+        self, config: ModelConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
     ) -> Transform:
         return self._read_then_evict(self.scheme.prefill, config, maps, cache, tokens, lengths)
 
-    def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
+    def decode(self, config: ModelConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
         return self.scheme.decode(config, maps, cache, implementation)
 
-    def reread(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
+    def reread(self, config: ModelConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
         """Reads a cache of all tokens; a mask hides those that would be gone."""
         return self.scheme.reread(config, maps, self._evicting(cache), tokens)
 
-    def swapped(self, config: OuroConfig, maps: Maps, batch: int, tokens: int, dtype: DTypeLike) -> Transform:
+    def swapped(self, config: ModelConfig, maps: Maps, batch: int, tokens: int, dtype: DTypeLike) -> Transform:
         everything = self.scheme.init_cache(config, batch, tokens, dtype)
         exact = self.scheme.fill(config, maps, everything, tokens, jnp.full(batch, tokens, jnp.int32))
         return exact.then(lambda cache: self.reread(config, maps, cache, tokens))
@@ -104,7 +107,7 @@ class Evicted(Scheme):
     def _read_then_evict(
         self,
         read: Callable[..., Transform],
-        config: OuroConfig,
+        config: ModelConfig,
         maps: Maps,
         cache: Cache,
         tokens: int,

@@ -35,11 +35,11 @@ from hla_jax.attention.scheme import (
     put_tokens,
     slot_of,
 )
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.kernels.latent_decode import Rotation, Stored
 from hla_jax.kernels.latent_decode.api import latent_decode
 from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, linear, rotate
-from hla_jax.models.ouro import LayerInputs, Stage
+from hla_jax.models.stages import LayerInputs, Stage
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -70,7 +70,7 @@ class HLA(Scheme):
     pair_frequency: tuple[int, ...] | None = None
     pair_frequency_loop1: tuple[int, ...] | None = None
 
-    def check(self, config: OuroConfig) -> None:
+    def check(self, config: ModelConfig) -> None:
         loops, heads, size = config.num_loops, config.num_kv_heads, config.head_dim
         if loops < 2:
             raise SchemeError(f"HLA needs at least 2 loops: the main latent serves loops 2 .. T; the model has {loops}")
@@ -109,7 +109,7 @@ class HLA(Scheme):
             if (largest := int(np.bincount(pairs).max())) > most:
                 raise SchemeError(f"{name} gives one frequency {largest} pairs, more than the {most} key pairs it has")
 
-    def map_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+    def map_shapes(self, config: ModelConfig) -> dict[str, Shape]:
         rest, heads, size, d = config.num_loops - 1, config.num_heads, config.head_dim, config.hidden_size
         return {
             "write_k": (rest, self.rank_k, d),
@@ -120,7 +120,7 @@ class HLA(Scheme):
             "read_o": (rest, heads, self.rank_v, size),
             "read_q1": (heads, size, self.rank_loop1),
             "read_o1": (heads, self.rank_loop1, size),
-        }
+        } | ({"bias_k": (self.rank_k,), "bias_k1": (self.rank_loop1,)} if config.qk_bias else {})
 
     def map_axes(self) -> dict[str, tuple[str | None, ...]]:
         return {
@@ -132,12 +132,14 @@ class HLA(Scheme):
             "read_o": (None, "heads", "rank", None),
             "read_q1": ("heads", None, "rank"),
             "read_o1": ("heads", "rank", None),
+            "bias_k": (None,),
+            "bias_k1": (None,),
         }
 
     def window_tokens(self) -> int:
         return self.window
 
-    def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+    def token_shapes(self, config: ModelConfig) -> dict[str, Shape]:
         layers = config.num_layers
         return {
             "latent_k": (layers, self.rank_k),
@@ -146,11 +148,11 @@ class HLA(Scheme):
             "latent_v1": (layers, self.rank_loop1),
         }
 
-    def reads(self, config: OuroConfig) -> dict[str, int]:
+    def reads(self, config: ModelConfig) -> dict[str, float]:
         return super().reads(config) | dict.fromkeys(("latent_k", "latent_v"), config.num_loops - 1)
 
     def fill(
-        self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
+        self, config: ModelConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
     ) -> Transform[Cache]:
         """The main latent is summed over the loops in the cache's own buffers, so a prompt needs no more memory than
         its cache and the keys and values of one layer at one loop."""
@@ -186,7 +188,7 @@ class HLA(Scheme):
 
         return Transform(_stages(config, attend_first, attend_rest), cache.buffers, finish)
 
-    def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
+    def decode(self, config: ModelConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
         """A new token reads no latent of its own, so what the writers need is noted on the way, and all layers' latents
         are written after the last loop, in one product for each map.
         """
@@ -232,7 +234,7 @@ class HLA(Scheme):
         noted = rings | {"h": jnp.zeros(shape, dtype)}
         return Transform(_stages(config, attend_first, attend_rest), noted, finish)
 
-    def reread(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
+    def reread(self, config: ModelConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
         """Main latents come from the pass that filled the cache, loop-1 latents and the window from this pass (HLA,
         section 4.2).
         """
@@ -242,7 +244,7 @@ class HLA(Scheme):
 
     def reading(
         self,
-        config: OuroConfig,
+        config: ModelConfig,
         maps: Maps,
         main: tuple[Float[Array, "L B C rk"], Float[Array, "L B C rv"]],
         positions: Int[Array, "#B S"],
@@ -276,21 +278,26 @@ class HLA(Scheme):
     # What the maps compute for one layer and loop.
 
     def write_first(
-        self, config: OuroConfig, maps: Maps, inputs: LayerInputs, positions: Int[Array, "B S"]
+        self, config: ModelConfig, maps: Maps, inputs: LayerInputs, positions: Int[Array, "B S"]
     ) -> tuple[Float[Array, "B S r1"], Float[Array, "B S r1"]]:
         """Loop-1 latent E_1 h_1, its key part rotated."""
         key = linear(inputs.h, maps["write_k1"][inputs.layer])
+        if config.qk_bias:
+            key = key + maps["bias_k1"][inputs.layer]
         return self.rotate_first(config, key[:, :, None], positions)[:, :, 0], linear(
             inputs.h, maps["write_v1"][inputs.layer]
         )
 
     def write_rest(self, maps: Maps, inputs: LayerInputs) -> tuple[Float[Array, "B S rk"], Float[Array, "B S rv"]]:
-        """This loop's share E_t h_t of the main latent, not rotated."""
+        """This loop's share E_t h_t of the main latent, not rotated. What the keys' bias adds comes with loop 2's."""
         at = (inputs.layer, inputs.loop - 1)
-        return linear(inputs.h, maps["write_k"][at]), linear(inputs.h, maps["write_v"][at])
+        key = linear(inputs.h, maps["write_k"][at])
+        if "bias_k" in maps:
+            key = key + jnp.where(inputs.loop == 1, maps["bias_k"][inputs.layer], 0)
+        return key, linear(inputs.h, maps["write_v"][at])
 
     def write_token(
-        self, config: OuroConfig, maps: Maps, h: Float[Array, "T L B d"], position: Int[Array, " B"]
+        self, config: ModelConfig, maps: Maps, h: Float[Array, "T L B d"], position: Int[Array, " B"]
     ) -> dict[str, Float[Array, "L B r"]]:
         """All latents of one token from the states of all loops, summed over the loops in float32, keys rotated."""
         wide = accumulation_dtype(h.dtype)
@@ -300,33 +307,36 @@ class HLA(Scheme):
         def turn(rotate: Callable, keys: Float[Array, "L B r"]) -> Float[Array, "L B r"]:
             return jax.vmap(lambda x: rotate(config, x[:, None, None], position[:, None])[:, 0, 0])(keys)
 
+        key, key_first = main("write_k"), first("write_k1")
+        if config.qk_bias:
+            key, key_first = key + maps["bias_k"][:, None], key_first + maps["bias_k1"][:, None]
         return {
-            "latent_k": turn(self.rotate_main, main("write_k")),
+            "latent_k": turn(self.rotate_main, key),
             "latent_v": main("write_v"),
-            "latent_k1": turn(self.rotate_first, first("write_k1")),
+            "latent_k1": turn(self.rotate_first, key_first),
             "latent_v1": first("write_v1"),
         }
 
     def query_first(
-        self, config: OuroConfig, maps: Maps, inputs: LayerInputs, positions: Array
+        self, config: ModelConfig, maps: Maps, inputs: LayerInputs, positions: Array
     ) -> Float[Array, "B S H r1"]:
         """Loop 1's rotated latent query."""
         return self.rotate_first(config, _query(inputs.q, maps["read_q1"][inputs.layer]), positions)
 
     def query_rest(
-        self, config: OuroConfig, maps: Maps, inputs: LayerInputs, positions: Array
+        self, config: ModelConfig, maps: Maps, inputs: LayerInputs, positions: Array
     ) -> Float[Array, "B S H rk"]:
         """Rotated latent query A_t^T q of loops 2 .. T (Eq. 3)."""
         return self.rotate_main(config, _query(inputs.q, maps["read_q"][inputs.layer, inputs.loop - 1]), positions)
 
     def rotate_main(
-        self, config: OuroConfig, x: Float[Array, "B S N rk"], positions: Array
+        self, config: ModelConfig, x: Float[Array, "B S N rk"], positions: Array
     ) -> Float[Array, "B S N rk"]:
         """Rotates main latents, or queries to them."""
         return rotate_latent(config, x, positions, self.pair_frequency)
 
     def rotate_first(
-        self, config: OuroConfig, x: Float[Array, "B S N r1"], positions: Array
+        self, config: ModelConfig, x: Float[Array, "B S N r1"], positions: Array
     ) -> Float[Array, "B S N r1"]:
         """Rotates loop-1 latents, or queries to them."""
         return rotate_latent(config, x, positions, self.pair_frequency_loop1)
@@ -343,7 +353,10 @@ def output(latent: Float[Array, "B S H rv"], read: Float[Array, "H rv dh"]) -> F
 
 
 def rotate_latent(
-    config: OuroConfig, x: Float[Array, "B S N r"], positions: Int[Array, "B S"], pair_frequency: tuple[int, ...] | None
+    config: ModelConfig,
+    x: Float[Array, "B S N r"],
+    positions: Int[Array, "B S"],
+    pair_frequency: tuple[int, ...] | None,
 ) -> Float[Array, "B S N r"]:
     """Rotates a latent as r/dh blocks, each like one ordinary head (HLA, Appendix A)."""
     *leading, heads, rank = x.shape
@@ -356,7 +369,7 @@ def rotate_latent(
 
 
 def _rotation(
-    config: OuroConfig,
+    config: ModelConfig,
     rank: int,
     pair_frequency: tuple[int, ...] | None,
     positions: Int[Array, " B"],
@@ -371,5 +384,5 @@ def _rotation(
     return Rotation(cos, sin, half)
 
 
-def _stages(config: OuroConfig, first, rest) -> list[Stage]:
+def _stages(config: ModelConfig, first, rest) -> list[Stage]:
     return [Stage(range(1), first), Stage(range(1, config.num_loops), rest)]

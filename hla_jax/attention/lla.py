@@ -33,8 +33,8 @@ from hla_jax.attention.scheme import (
     put_tokens,
     slot_of,
 )
-from hla_jax.config import OuroConfig
-from hla_jax.models.ouro import LayerInputs, Stage
+from hla_jax.config import ModelConfig
+from hla_jax.models.stages import LayerInputs, Stage
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -68,7 +68,7 @@ class LLA(Codec):
     rank_rope: int | None = None
     query_adapter: bool = False
 
-    def check(self, config: OuroConfig) -> None:
+    def check(self, config: ModelConfig) -> None:
         super().check(config)
         if self.first_pass not in ("latent", "exact"):
             raise SchemeError(f'first_pass must be "latent" or "exact", found {self.first_pass!r}')
@@ -81,7 +81,7 @@ class LLA(Codec):
             if self.rank_rope % 2 or not 2 <= self.rank_rope <= pairs:
                 raise SchemeError(f"rank_rope must be an even number in 2 .. {pairs}, found {self.rank_rope}")
 
-    def map_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+    def map_shapes(self, config: ModelConfig) -> dict[str, Shape]:
         shapes = super().map_shapes(config)
         if self.rank_rope is not None:
             per_query = config.num_loops, config.num_heads, config.head_dim
@@ -91,7 +91,7 @@ class LLA(Codec):
                 shapes |= {"query_adapter": (*per_query, config.head_dim)}
         return shapes
 
-    def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+    def token_shapes(self, config: ModelConfig) -> dict[str, Shape]:
         shapes = super().token_shapes(config)
         if self.rank_rope is not None:
             slots, groups = self.axis(config)[:2]
@@ -105,7 +105,7 @@ class LLA(Codec):
     def passes(self) -> int:
         return 1 if self.single_pass or self.full_memory else 2
 
-    def reads(self, config: OuroConfig) -> dict[str, int]:
+    def reads(self, config: ModelConfig) -> dict[str, float]:
         latents = ("latent_k", "latent_v")
         if self.full_memory:
             return super().reads(config) | dict.fromkeys(latents, 0)
@@ -113,19 +113,19 @@ class LLA(Codec):
             return super().reads(config) | dict.fromkeys(latents, config.num_loops * (self.passes - 1))
         return super().reads(config)
 
-    def axis(self, config: OuroConfig) -> Axis:
+    def axis(self, config: ModelConfig) -> Axis:
         trajectory = config.num_loops * config.head_dim
         if self.fold_heads:
             return Axis(config.num_layers, 1, config.num_kv_heads * trajectory)
         return Axis(config.num_layers, config.num_kv_heads, trajectory)
 
-    def leading(self, config: OuroConfig) -> Shape:
+    def leading(self, config: ModelConfig) -> Shape:
         return () if self.fold_heads else (config.num_kv_heads,)
 
-    def slot(self, config: OuroConfig, loop: Array | int, layer: Array | int) -> Array | int:
+    def slot(self, config: ModelConfig, loop: Array | int, layer: Array | int) -> Array | int:
         return layer
 
-    def part(self, config: OuroConfig, maps: Maps, name: str, loop: Array, layer: Array) -> Part:
+    def part(self, config: ModelConfig, maps: Maps, name: str, loop: Array, layer: Array) -> Part:
         trajectory = config.num_kv_heads, config.num_loops, config.head_dim
         down, up, mean = (maps[f"{name}_{part}"][layer] for part in ("down", "up", "mean"))
         down, mean = down.reshape(*trajectory, -1)[:, loop], mean.reshape(trajectory)[:, loop]
@@ -133,12 +133,12 @@ class LLA(Codec):
             return Part(down, jnp.moveaxis(up.reshape(-1, *trajectory)[:, :, loop], 0, 1), mean)
         return Part(down, up.reshape(trajectory[0], -1, *trajectory[1:])[:, :, loop], mean)
 
-    def trajectories(self, config: OuroConfig, x: Float[Array, "n T N G dh"]) -> Float[Array, "N latents size"]:
+    def trajectories(self, config: ModelConfig, x: Float[Array, "n T N G dh"]) -> Float[Array, "N latents size"]:
         return jnp.moveaxis(x[0], 0, 2).reshape(x.shape[2], -1, self.axis(config).size)
 
     def spread(
         self,
-        config: OuroConfig,
+        config: ModelConfig,
         down: Float[np.ndarray, "latents size r"],
         up: Float[np.ndarray, "latents r size"],
         mean: Float[np.ndarray, "latents size"],
@@ -147,14 +147,14 @@ class LLA(Codec):
 
     # How a layer at a loop writes and reads latents: rebuilt, or absorbed.
 
-    def encode(self, config: OuroConfig, maps: Maps, inputs: LayerInputs) -> dict[str, Float[Array, "B S Nr"]]:
+    def encode(self, config: ModelConfig, maps: Maps, inputs: LayerInputs) -> dict[str, Float[Array, "B S Nr"]]:
         parts = super().encode(config, maps, inputs)
         if self.rank_rope is None:
             return parts
         return parts | {"latent_k": absorbed.with_rotary_key(self, config, maps, inputs, parts["latent_k"])}
 
     def read_all(
-        self, config: OuroConfig, maps: Maps, inputs: LayerInputs, latents: Buffers, eviction: Eviction | None
+        self, config: ModelConfig, maps: Maps, inputs: LayerInputs, latents: Buffers, eviction: Eviction | None
     ) -> Float[Array, "B S H dh"]:
         if self.rank_rope is None:
             return super().read_all(config, maps, inputs, latents, eviction)
@@ -162,7 +162,7 @@ class LLA(Codec):
 
     def read_past(
         self,
-        config: OuroConfig,
+        config: ModelConfig,
         maps: Maps,
         inputs: LayerInputs,
         cache: Cache,
@@ -176,7 +176,7 @@ class LLA(Codec):
     # The contract.
 
     def fill(
-        self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
+        self, config: ModelConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
     ) -> Transform[Cache]:
         positions = jnp.arange(tokens)[None]
         latents = super().fill(config, maps, cache, tokens, lengths)
@@ -205,12 +205,12 @@ class LLA(Codec):
         return Transform([Stage(stage.loops, attend)], latents.state, finish)
 
     def prefill(
-        self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
+        self, config: ModelConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
     ) -> Transform:
         exact = self.fill(config, maps, cache, tokens, lengths)
         return exact.then(lambda cache: self.reread(config, maps, cache, tokens)) if self.passes == 2 else exact
 
-    def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
+    def decode(self, config: ModelConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
         position, loops = cache.lengths, range(config.num_loops)
         kept = self.first_pass == "exact" or self.full_memory
 
@@ -249,7 +249,7 @@ class LLA(Codec):
         return Transform([Stage(loops, first)], new_token(cache.buffers), finish)
 
     def _rebuild_into(
-        self, config: OuroConfig, maps: Maps, buffers: Buffers, tokens: int, positions: Array | None = None
+        self, config: ModelConfig, maps: Maps, buffers: Buffers, tokens: int, positions: Array | None = None
     ) -> Buffers:
         """Fills the buffers of rebuilt keys and values from the latents, one layer and loop at a time."""
         positions = jnp.arange(tokens)[None] if positions is None else positions

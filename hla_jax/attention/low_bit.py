@@ -35,9 +35,9 @@ from hla_jax.attention.scheme import (
     put_tokens,
     slot_of,
 )
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.models.layers import accumulation_dtype, inverse_frequencies, rotate
-from hla_jax.models.ouro import LayerInputs, Stage
+from hla_jax.models.stages import LayerInputs, Stage
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, UInt8
@@ -53,7 +53,7 @@ class LowBit(Scheme):
 
     bits: int
 
-    def check(self, config: OuroConfig) -> None:
+    def check(self, config: ModelConfig) -> None:
         if self.bits not in (8, 4, 2):
             raise SchemeError(f"bits must be 8, 4 or 2, found {self.bits}")
         if config.head_dim * self.bits % 8:
@@ -62,23 +62,23 @@ class LowBit(Scheme):
                 f"found {config.head_dim}"
             )
 
-    def map_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+    def map_shapes(self, config: ModelConfig) -> dict[str, Shape]:
         return dict.fromkeys(("k_center", "k_step"), (config.num_loops, config.num_kv_heads, config.head_dim))
 
-    def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+    def token_shapes(self, config: ModelConfig) -> dict[str, Shape]:
         heads = config.num_loops * config.num_layers, config.num_kv_heads
         codes, scales = (*heads, config.head_dim * self.bits // 8), heads
         return {"code_k": codes, "code_v": codes, "low_v": scales, "step_v": scales}
 
     def cache_shapes(
-        self, config: OuroConfig, batch: int, capacity: int, dtype: DTypeLike
+        self, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike
     ) -> dict[str, jax.ShapeDtypeStruct]:
         shapes = super().cache_shapes(config, batch, capacity, dtype)
         kind = lambda name: jnp.uint8 if name.startswith("code") else jnp.float16
         return {name: jax.ShapeDtypeStruct(buffer.shape, kind(name)) for name, buffer in shapes.items()}
 
     def fill(
-        self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
+        self, config: ModelConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
     ) -> Transform[Cache]:
         positions = jnp.arange(tokens)[None]
 
@@ -93,7 +93,7 @@ class LowBit(Scheme):
             [Stage(range(config.num_loops), attend)], cache.buffers, lambda buffers: Cache(buffers, lengths)
         )
 
-    def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
+    def decode(self, config: ModelConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
         positions = cache.positions(cache.buffers["code_k"].shape[2])
 
         def attend(new: Buffers, inputs: LayerInputs) -> tuple[Array, Buffers]:
@@ -107,7 +107,7 @@ class LowBit(Scheme):
 
         return Transform([Stage(range(config.num_loops), attend)], new_token(cache.buffers), cache.store)
 
-    def reread(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
+    def reread(self, config: ModelConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
         positions = jnp.arange(tokens)[None]
         buffers = {name: buffer[:, :, :tokens] for name, buffer in cache.buffers.items()}
 
@@ -134,7 +134,7 @@ class LowBit(Scheme):
         }
 
     def rebuilt(
-        self, config: OuroConfig, maps: Maps, inputs: LayerInputs, stored: Buffers, positions: Int[Array, "#B C"]
+        self, config: ModelConfig, maps: Maps, inputs: LayerInputs, stored: Buffers, positions: Int[Array, "#B C"]
     ) -> tuple[Float[Array, "B C G dh"], Float[Array, "B C G dh"]]:
         """Rotated keys, and values, of one layer and loop from what it stored."""
         dtype = inputs.q.dtype

@@ -1,7 +1,7 @@
 """The contract of a cache scheme.
 
 A scheme is a frozen dataclass of static sizes. For a model's config it declares the maps it adds to every layer and the
-buffers of its cache, and it turns them into attention: a `Transform` of stages for `models.ouro.run`, the state they
+buffers of its cache, and it turns them into attention: a `Transform` of stages for `models.looped.run`, the state they
 carry, and a `finish` that makes of that state the next cache, or another pass over the same tokens. Nothing else in the
 package knows what a cache contains.
 """
@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.kernels.latent_decode import Stored
-from hla_jax.models import ouro
+from hla_jax.models import looped
 from hla_jax.models.layers import accumulation_dtype
-from hla_jax.models.ouro import LayerInputs, Stage
+from hla_jax.models.stages import Attend, LayerInputs, Params, Stage
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -97,13 +97,15 @@ class Cache:
 
 
 class Transform(NamedTuple, Generic[Made]):
-    """Attention of one forward pass: stages and their state for `models.ouro.run`, and what the last state makes: the
+    """Attention of one forward pass: stages and their state for `models.looped.run`, and what the last state makes: the
     next cache, or one more pass over the same tokens, whose hidden states then count.
     """
 
     stages: Sequence[Stage]
     state: Any
     finish: Callable[[Any], Made]
+    outer: Attend | None = None
+    """Of the layers outside of the loops, see `attention.outer`."""
 
     def then(self, following: Callable[[Cache], Any]) -> Transform:
         """This transform with a finish that hands the cache of its last pass on."""
@@ -112,14 +114,14 @@ class Transform(NamedTuple, Generic[Made]):
             made: Any = self.finish(state)
             return made.then(following) if isinstance(made, Transform) else following(made)
 
-        return Transform(self.stages, self.state, finish)
+        return self._replace(finish=finish)
 
 
 def run_passes(
-    params: ouro.Params, config: OuroConfig, tokens: Int[Array, "B S"], transform: Transform
+    params: Params, config: ModelConfig, tokens: Int[Array, "B S"], transform: Transform
 ) -> tuple[Float[Array, "B S d"], Cache]:
     """Runs a transform and those that follow from it. Returns the last pass's hidden states, and the cache."""
-    hidden, state = ouro.run(params, config, tokens, transform.stages, transform.state)
+    hidden, state = looped.run(params, config, tokens, transform.stages, transform.state, transform.outer)
     result = transform.finish(state)
     return (hidden, result) if isinstance(result, Cache) else run_passes(params, config, tokens, result)
 
@@ -128,12 +130,12 @@ class Scheme(abc.ABC):
     """What every cache scheme provides. Implementations are frozen dataclasses, hashable and static under `jax.jit`."""
 
     interchange: ClassVar[str]
-    """Name of the scheme's maps and config entry in a checkpoint (`self_attn.<name>.*`, `<name>_config`)."""
+    """Name of the scheme's maps and config entry in a checkpoint (`<attention>.<name>.*`, `<name>_config`)."""
 
-    def check(self, config: OuroConfig) -> None:  # noqa: B027 (most schemes fit every model)
+    def check(self, config: ModelConfig) -> None:  # noqa: B027 (most schemes fit every model)
         """Raises `SchemeError` if the sizes do not fit the model."""
 
-    def map_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+    def map_shapes(self, config: ModelConfig) -> dict[str, Shape]:
         """Shape of every map of one layer; stacked over layers in `Attention.params`."""
         return {}
 
@@ -142,15 +144,21 @@ class Scheme(abc.ABC):
         return {}
 
     @abc.abstractmethod
-    def token_shapes(self, config: OuroConfig) -> dict[str, Shape]:
+    def token_shapes(self, config: ModelConfig) -> dict[str, Shape]:
         """Buffers that grow with the tokens: name to (slots, numbers of a token), around the [B, C] axes."""
 
     def window_tokens(self) -> int:
         """Recent tokens kept exactly, in every loop."""
         return 0
 
+    def with_loops(self, loops: int) -> Scheme:
+        """The same for tokens that do not all run the same number of loops, but at most `loops` each. Raises
+        `SchemeError` for a scheme that cannot keep such tokens together.
+        """
+        raise SchemeError(f"{type(self).__name__} keeps tokens of one number of loops only; FullCache mixes them")
+
     def cache_shapes(
-        self, config: OuroConfig, batch: int, capacity: int, dtype: DTypeLike
+        self, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """Every buffer: [slots, B, C, numbers] for what grows with the tokens, [T L, B, W, G dh] for the window."""
         shapes = {name: (slots, batch, capacity, *rest) for name, (slots, *rest) in self.token_shapes(config).items()}
@@ -159,7 +167,7 @@ class Scheme(abc.ABC):
             shapes |= dict.fromkeys(("window_k", "window_v"), (slots, batch, window, width))
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
 
-    def init_cache(self, config: OuroConfig, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
+    def init_cache(self, config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
         """An empty cache for `capacity` tokens a sequence."""
         self.check(config)
         shapes = self.cache_shapes(config, batch, capacity, dtype)
@@ -171,41 +179,41 @@ class Scheme(abc.ABC):
         """How many times a decoding step runs the model."""
         return 1
 
-    def reads(self, config: OuroConfig) -> dict[str, int]:
-        """How many times a decoding step reads each buffer."""
+    def reads(self, config: ModelConfig) -> dict[str, float]:
+        """How many times a decoding step reads each buffer; a fraction where a step reads only a part of it."""
         return dict.fromkeys(self.cache_shapes(config, 1, 1, jnp.float32), 1)
 
-    def cache_bytes(self, config: OuroConfig, tokens: int, dtype: DTypeLike) -> int:
+    def cache_bytes(self, config: ModelConfig, tokens: int, dtype: DTypeLike) -> int:
         """Bytes of one sequence's cache at a capacity of `tokens`."""
         buffers = self.cache_shapes(config, 1, tokens, dtype).values()
         return sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers)
 
     @abc.abstractmethod
     def fill(
-        self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
+        self, config: ModelConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
     ) -> Transform[Cache]:
         """Attention of one exact pass over `tokens` right-padded tokens that fills an empty cache."""
 
     def prefill(
-        self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
+        self, config: ModelConfig, maps: Maps, cache: Cache, tokens: int, lengths: Int[Array, " B"]
     ) -> Transform:
         """Attention of the prompt, which fills an empty cache: exact, unless the scheme says otherwise."""
         return self.fill(config, maps, cache, tokens, lengths)
 
     @abc.abstractmethod
-    def decode(self, config: OuroConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
+    def decode(self, config: ModelConfig, maps: Maps, cache: Cache, implementation: str | None = None) -> Transform:
         """Attention of one new token per sequence, at position `cache.lengths`.
 
         `implementation` is that of `kernels.latent_decode`; None goes by platform.
         """
 
     @abc.abstractmethod
-    def reread(self, config: OuroConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
+    def reread(self, config: ModelConfig, maps: Maps, cache: Cache, tokens: int) -> Transform:
         """Attention of a parallel pass under the decoding rule, reading from a cache that holds all `tokens` tokens in
         order what decoding reads from the cache. Gradients reach the maps and the cache.
         """
 
-    def swapped(self, config: OuroConfig, maps: Maps, batch: int, tokens: int, dtype: DTypeLike) -> Transform:
+    def swapped(self, config: ModelConfig, maps: Maps, batch: int, tokens: int, dtype: DTypeLike) -> Transform:
         """An exact pass that fills a cache, and then `reread`."""
         cache = self.init_cache(config, batch, tokens, dtype)
         exact = self.fill(config, maps, cache, tokens, jnp.full(batch, tokens, jnp.int32))
@@ -258,6 +266,49 @@ class Attention:
     """Of decoding's `kernels.latent_decode`: "reference", "pallas_tpu" or "triton_gpu"; None goes by platform."""
 
 
+def check_maps(scheme: Scheme, config: ModelConfig, maps: Maps) -> None:
+    """Raises `SchemeError` if the scheme does not fit the model, or maps are not those of the scheme for it, or of
+    another number of its loops: XLA would read beyond their end without a word.
+    """
+    scheme.check(config)
+    expected, found = _stacked_shapes(scheme, config), {name: tuple(x.shape) for name, x in maps.items()}
+    for name, shape in expected.items():
+        if found.get(name) == shape:
+            continue
+        if (loops := loops_of_maps(scheme, config, maps)) is not None:
+            raise SchemeError(
+                f"the maps are for {loops} loops and the model runs {config.num_loops}: calibrate for "
+                f"{config.num_loops}, or see attention.steps.for_steps"
+            )
+        raise SchemeError(f"{scheme.interchange}.{name} must be {list(shape)}, found {list(found.get(name, ()))}")
+
+
+def loops_of_maps(scheme: Scheme, config: ModelConfig, maps: Maps) -> int | None:
+    """How many loops of the model the maps are for, by their shapes; None if they fit no number of them, or any."""
+    shapes = lambda loops: _stacked_shapes(scheme, dataclasses.replace(config, num_loops=loops))
+    found, one, two = {name: tuple(x.shape) for name, x in maps.items()}, shapes(1), shapes(2)
+    for name, few in one.items():
+        for size, first, second in zip(found.get(name, ()), few, two[name], strict=False):
+            if first != second:  # sizes grow evenly with the loops
+                loops = 1 + (size - first) // (second - first)
+                return loops if loops > 0 and shapes(loops).items() <= found.items() else None
+    return None
+
+
+def _stacked_shapes(scheme: Scheme, config: ModelConfig) -> dict[str, Shape]:
+    return {name: (config.num_layers, *shape) for name, shape in scheme.map_shapes(config).items()}
+
+
+def check_cache(scheme: Scheme, config: ModelConfig, cache: Cache) -> None:
+    """Raises `SchemeError` if a cache has not the slots of the scheme for this model."""
+    for name, shape in scheme.cache_shapes(config, 1, 1, jnp.float32).items():
+        if (found := cache.buffers[name].shape[0]) != shape.shape[0]:
+            raise SchemeError(
+                f"{name} of the cache must have {shape.shape[0]} slots for {config.num_loops} loops, found {found}: it "
+                "was filled by another number of loops"
+            )
+
+
 def put_tokens(buffer: Array, slot: Array | int, value: Array) -> Array:
     """Writes `value` [B, S, ...] to the first S tokens of `buffer[slot]` [B, C, ...], in place when the buffer is
     donated.
@@ -297,6 +348,6 @@ def split_heads(x: Float[Array, "... Nr"], heads: int) -> Float[Array, "... N r"
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
-def slot_of(config: OuroConfig, inputs: LayerInputs) -> Int[Array, ""]:
+def slot_of(config: ModelConfig, inputs: LayerInputs) -> Int[Array, ""]:
     """Slot of a layer at a loop in buffers that keep every loop's own entries: t * L + l."""
     return inputs.loop * config.num_layers + inputs.layer

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from hla_jax.attention.scheme import Cache, merge_heads, once, slot_of
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.kernels.latent_decode import Window
-from hla_jax.models.ouro import LayerInputs
+from hla_jax.models.stages import LayerInputs
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -23,7 +23,7 @@ Buffers = dict[str, Array]
 
 
 def keep_prompt(
-    config: OuroConfig, buffers: Buffers, inputs: LayerInputs, k: Float[Array, "B S G dh"], lengths: Int[Array, " B"]
+    config: ModelConfig, buffers: Buffers, inputs: LayerInputs, k: Float[Array, "B S G dh"], lengths: Int[Array, " B"]
 ) -> Buffers:
     """Fills the ring of one layer and loop with the last W tokens of each right-padded prompt."""
     if "window_k" not in buffers:
@@ -41,7 +41,7 @@ def keep_prompt(
 
 
 def read(
-    config: OuroConfig,
+    config: ModelConfig,
     buffers: Buffers,
     inputs: LayerInputs,
     q: Float[Array, "B 1 H dh"],
@@ -71,7 +71,7 @@ def only_itself(q: Float[Array, "B H dh"], k: Float[Array, "B G dh"], v: Float[A
     return Window(q, ring, ring, jnp.zeros((), jnp.int32), jnp.zeros(batch, jnp.int32), k, v)
 
 
-def note(config: OuroConfig, new: Buffers, inputs: LayerInputs, k: Float[Array, "B 1 G dh"]) -> Buffers:
+def note(config: ModelConfig, new: Buffers, inputs: LayerInputs, k: Float[Array, "B 1 G dh"]) -> Buffers:
     """Notes the current token's keys and values of one layer and loop, for `Cache.store` to put in the oldest
     one's place.
     """

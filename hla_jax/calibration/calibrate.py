@@ -15,14 +15,14 @@ from hla_jax.attention.eviction import Evicted
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.low_bit import LowBit
 from hla_jax.attention.scheme import Attention, Scheme
-from hla_jax.calibration import moments
+from hla_jax.calibration import moments, principal
 from hla_jax.calibration.codec import codec_maps
 from hla_jax.calibration.low_bit import channel_maps
 from hla_jax.calibration.moments import KeyMoments, Sequences, ValueMoments
-from hla_jax.calibration.principal import LARGEST_MOMENT, leading_eigenvectors, value_directions
-from hla_jax.config import OuroConfig
+from hla_jax.calibration.principal import leading_eigenvectors, value_directions
+from hla_jax.config import ModelConfig
 from hla_jax.model import Model
-from hla_jax.models import ouro
+from hla_jax.models.stages import Params
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -53,7 +53,7 @@ def calibrate(
 
 @functools.singledispatch
 def principal_maps(
-    scheme: Scheme, params: ouro.Params, config: OuroConfig, sequences: Sequences
+    scheme: Scheme, params: Params, config: ModelConfig, sequences: Sequences
 ) -> Iterator[dict[str, Float[np.ndarray, "..."]]]:
     """The initialisation of one scheme, layer by layer. Raises `TypeError` for a scheme that has none."""
     raise TypeError(f"no closed-form initialisation for {type(scheme).__name__}")
@@ -65,7 +65,7 @@ principal_maps.register(LowBit, channel_maps)
 
 @principal_maps.register(Evicted)
 def evicted_maps(
-    scheme: Evicted, params: ouro.Params, config: OuroConfig, sequences: Sequences
+    scheme: Evicted, params: Params, config: ModelConfig, sequences: Sequences
 ) -> Iterator[dict[str, Float[np.ndarray, "..."]]]:
     """Those of the scheme that it wraps."""
     return principal_maps(scheme.scheme, params, config, sequences)
@@ -73,11 +73,12 @@ def evicted_maps(
 
 @principal_maps.register(HLA)
 def hla_maps(
-    scheme: HLA, params: ouro.Params, config: OuroConfig, sequences: Sequences
+    scheme: HLA, params: Params, config: ModelConfig, sequences: Sequences
 ) -> Iterator[dict[str, Float[np.ndarray, "..."]]]:
     """Principal components of keys per rotary frequency and of concatenated values (HLA, Appendix A)."""
     rest, first = range(1, config.num_loops), range(1)
-    formed = [loops for loops in (rest, first) if len(loops) * config.num_kv_heads * config.head_dim <= LARGEST_MOMENT]
+    width = config.num_kv_heads * config.head_dim
+    formed = [loops for loops in (rest, first) if len(loops) * width <= principal.LARGEST_MOMENT]
     measures: list[moments.Measure] = [KeyMoments(config, rest), KeyMoments(config, first)]
     measures += [ValueMoments(config, loops) for loops in formed]
     rest_keys, first_keys, *of_values = moments.measure(params, config, sequences, measures)
@@ -91,8 +92,15 @@ def hla_maps(
         k_proj, v_proj = (
             np.asarray(sharding.to_host(params["layers"][name][layer]), np.float64) for name in ("k_proj", "v_proj")
         )
+        if config.qk_bias:  # the keys are linear in the attention input and a one
+            bias = np.asarray(sharding.to_host(params["layers"]["k_bias"][layer]), np.float64)
+            k_proj = np.concatenate([k_proj, bias[:, None]], axis=1)
         write_k, read_q = key_maps(config, rest_keys[layer], k_proj, rest_pairs)
         write_k1, read_q1 = key_maps(config, first_keys[layer], k_proj, first_pairs)
+        of_ones = {}
+        if config.qk_bias:
+            of_ones = {"bias_k": write_k[..., -1].sum(0), "bias_k1": write_k1[0, :, -1]}
+            write_k, write_k1 = write_k[..., :-1], write_k1[..., :-1]
         write_v, read_o = value_maps(config, rest_values[layer], v_proj)
         write_v1, read_o1 = value_maps(config, first_values[layer], v_proj)
         yield {
@@ -104,16 +112,17 @@ def hla_maps(
             "write_v1": write_v1[0],
             "read_q1": read_q1[0],
             "read_o1": read_o1[0],
+            **of_ones,
         }
 
 
-def pair_frequencies(config: OuroConfig, rank: int, chosen: tuple[int, ...] | None) -> Int[np.ndarray, " pairs"]:
+def pair_frequencies(config: ModelConfig, rank: int, chosen: tuple[int, ...] | None) -> Int[np.ndarray, " pairs"]:
     """Frequency index of every latent pair: the chosen one, or round-robin."""
     return np.arange(rank // 2) % (config.head_dim // 2) if chosen is None else np.asarray(chosen)
 
 
 def key_maps(
-    config: OuroConfig,
+    config: ModelConfig,
     moment: Float[np.ndarray, "F P P"],
     k_proj: Float[np.ndarray, "Gdh d"],
     pairs: Int[np.ndarray, " pairs"],
@@ -140,11 +149,12 @@ def key_maps(
 
 
 def value_maps(
-    config: OuroConfig, directions: Float[np.ndarray, "D r"], v_proj: Float[np.ndarray, "Gdh d"]
+    config: ModelConfig, directions: Float[np.ndarray, "D r"], v_proj: Float[np.ndarray, "Gdh d"]
 ) -> tuple[Float[np.ndarray, "t r d"], Float[np.ndarray, "t H r dh"]]:
     """Writer and reader of a value latent: the directions' block of each loop and head, on both sides (HLA, Appendix
     A).
     """
     blocks = directions.reshape(-1, config.num_kv_heads, config.head_dim, directions.shape[-1])
-    write = np.einsum("tger,ged->trd", blocks, v_proj.reshape(config.num_kv_heads, config.head_dim, -1))
+    by_head = v_proj.reshape(config.num_kv_heads, config.head_dim, -1)
+    write = np.einsum("tger,ged->trd", blocks, by_head, optimize=True)  # as one matrix product
     return write, np.repeat(np.swapaxes(blocks, 2, 3), config.heads_per_kv, axis=1)

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -17,9 +18,9 @@ from hla_jax.attention.codec import Codec
 from hla_jax.attention.lla import LLA
 from hla_jax.calibration import moments, principal
 from hla_jax.calibration.moments import KeyMoments, Sequences
-from hla_jax.config import OuroConfig
-from hla_jax.models import ouro
+from hla_jax.config import ModelConfig
 from hla_jax.models.layers import accumulation_dtype
+from hla_jax.models.stages import Params
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -30,7 +31,7 @@ class _Trajectories:
     """What every measure of a codec's trajectories shares; `name` is "k" or "v"."""
 
     codec: Codec
-    config: OuroConfig
+    config: ModelConfig
     name: str
 
     @property
@@ -40,9 +41,9 @@ class _Trajectories:
         return axis.slots * axis.layers // self.config.num_layers * axis.groups, axis.size
 
     def of(self, h: Float[Array, "*n T N d"], projections: dict[str, Array]) -> Float[Array, "N latents size"]:
-        h = h.reshape(-1, *h.shape[-3:])
-        weights = projections[f"{self.name}_proj"].reshape(h.shape[0], -1, h.shape[-1])
-        x = jnp.einsum("ntjd,nod->ntjo", h, weights)
+        if h.ndim == 3:  # one layer by itself
+            h, projections = jax.tree.map(lambda x: x[None], (h, projections))
+        x = jax.vmap(lambda h, projections: moments.projected(h, projections, self.name))(h, projections)
         return self.codec.trajectories(self.config, x.reshape(*x.shape[:3], self.config.num_kv_heads, -1))
 
 
@@ -87,7 +88,7 @@ class Spectrum(NamedTuple):
 
 
 def codec_maps(
-    scheme: Codec, params: ouro.Params, config: OuroConfig, sequences: Sequences
+    scheme: Codec, params: Params, config: ModelConfig, sequences: Sequences
 ) -> Iterator[dict[str, Float[np.ndarray, "..."]]]:
     """Maps of one layer after the other: down has the directions as columns, up as rows, around the mean."""
     rotary = isinstance(scheme, LLA) and scheme.rank_rope is not None
@@ -115,7 +116,7 @@ def codec_maps(
         yield from layers
 
 
-def content_coordinates(scheme: LLA, config: OuroConfig) -> Float[np.ndarray, " size"] | None:
+def content_coordinates(scheme: LLA, config: ModelConfig) -> Float[np.ndarray, " size"] | None:
     """1 for the numbers of a trajectory that an absorbed latent scores, 0 for those left to the rotary key: the
     frequencies that this has pairs for. Scored without rotation they would only disturb. None: all.
     """
@@ -127,7 +128,7 @@ def content_coordinates(scheme: LLA, config: OuroConfig) -> Float[np.ndarray, " 
 
 
 def rotary_maps(
-    scheme: LLA, config: OuroConfig, moment: Float[np.ndarray, "F P P"]
+    scheme: LLA, config: ModelConfig, moment: Float[np.ndarray, "F P P"]
 ) -> dict[str, Float[np.ndarray, "..."]]:
     """The rotary key of one layer: for each pair, the leading combination of its frequency's key pairs over the loops
     (and heads, where folded), on both sides, as HLA's latent has it.
@@ -161,21 +162,21 @@ def rotary_maps(
 def _of_moments(
     formed: Float[np.ndarray, "sets latents D D"], rank: int, content: Float[np.ndarray, " size"] | None = None
 ) -> Spectrum:
-    formed = np.asarray(formed, np.float64)
-    mean = formed[..., :-1, -1] / formed[..., -1:, -1]
-    covariance = formed[..., :-1, :-1] - formed[..., :-1, -1:] * mean[..., None, :]
-    if content is not None:
-        covariance = covariance * content[:, None] * content
+    sums, count = formed[..., :-1, -1].astype(np.float64), formed[..., -1:, -1].astype(np.float64)
+    mean = sums / count
     directions = np.empty((*mean.shape, rank))
-    for index in np.ndindex(*mean.shape[:-1]):
-        directions[index] = principal.leading_eigenvectors(covariance[index], rank)
+    for index in np.ndindex(*mean.shape[:-1]):  # one by one: in float64, all of them may not fit
+        covariance = formed[index][:-1, :-1] - sums[index][:, None] * mean[index]
+        if content is not None:
+            covariance = covariance * content[:, None] * content
+        directions[index] = principal.leading_eigenvectors(covariance, rank)
     return Spectrum(mean, directions)
 
 
 def _streamed(
     scheme: Codec,
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     sequences: Sequences,
     name: str,
     rank: int,

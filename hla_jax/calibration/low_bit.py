@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from hla_jax.attention.low_bit import LowBit
-from hla_jax.calibration.moments import Sequences, measure
-from hla_jax.config import OuroConfig
-from hla_jax.models import ouro
-from hla_jax.models.layers import accumulation_dtype, linear
+from hla_jax.calibration.moments import Sequences, measure, projected
+from hla_jax.config import ModelConfig
+from hla_jax.models.layers import accumulation_dtype
+from hla_jax.models.stages import Params
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -29,19 +29,19 @@ minimisation).
 class ChannelMoments:
     """Sums of the keys and of their squares in every loop, head and channel: [2, T, G, dh]."""
 
-    config: OuroConfig
+    config: ModelConfig
 
     @property
     def shape(self) -> tuple[int, ...]:
         return 2, self.config.num_loops, self.config.num_kv_heads, self.config.head_dim
 
     def __call__(self, h, counted, projections, operand):
-        keys = linear(h, projections["k_proj"]).astype(accumulation_dtype(h.dtype)) * counted[None, :, None]
+        keys = projected(h, projections, "k").astype(accumulation_dtype(h.dtype)) * counted[None, :, None]
         return jnp.stack([jnp.sum(keys, axis=1), jnp.sum(keys**2, axis=1)]).reshape(self.shape)
 
 
 def channel_maps(
-    scheme: LowBit, params: ouro.Params, config: OuroConfig, sequences: Sequences
+    scheme: LowBit, params: Params, config: ModelConfig, sequences: Sequences
 ) -> Iterator[dict[str, Float[np.ndarray, "..."]]]:
     """Mean of every channel of the keys, and the best step for a Gaussian of its standard deviation."""
     (moments,) = measure(params, config, sequences, [ChannelMoments(config)])

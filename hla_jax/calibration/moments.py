@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 from tqdm import tqdm
 
 from hla_jax import sharding
 from hla_jax.attention.capture import attention_inputs
-from hla_jax.config import OuroConfig
-from hla_jax.models import ouro
+from hla_jax.config import ModelConfig
 from hla_jax.models.layers import accumulation_dtype, linear
+from hla_jax.models.stages import Params
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -67,8 +68,8 @@ class Measure(Protocol):
     def __call__(
         self, h: Float[Array, "T N d"], counted: Bool[Array, " N"], projections: dict[str, Array], operand: Any
     ) -> Array:
-        """What the tokens of one layer add: its attention inputs, which of them count, its key and value projections,
-        and the measure's own operand for the layer.
+        """What the tokens of one layer add: its attention inputs, which of them count, its key and value projections
+        (for `projected`), and the measure's own operand for the layer.
         """
         ...
 
@@ -79,7 +80,7 @@ class KeyMoments:
     the P key pairs of `loops` in the order loop, head.
     """
 
-    config: OuroConfig
+    config: ModelConfig
     loops: range
 
     @property
@@ -88,7 +89,7 @@ class KeyMoments:
         return self.config.head_dim // 2, pairs, pairs
 
     def __call__(self, h, counted, projections, operand):
-        keys = linear(h[self.loops.start : self.loops.stop], projections["k_proj"]) * counted[None, :, None]
+        keys = projected(h[self.loops.start : self.loops.stop], projections, "k") * counted[None, :, None]
         pairs = keys.reshape(*keys.shape[:2], self.config.num_kv_heads, 2, self.config.head_dim // 2)
         stacked = jnp.moveaxis(pairs, 1, 0).reshape(h.shape[1], -1, 2, self.config.head_dim // 2)
         return jnp.einsum("npcf,nqcf->fpq", stacked, stacked, preferred_element_type=accumulation_dtype(h.dtype))
@@ -98,7 +99,7 @@ class KeyMoments:
 class ValueMoments:
     """sum_j V_j V_j^T of the values of `loops` concatenated in the order loop, head, coordinate: [D, D]."""
 
-    config: OuroConfig
+    config: ModelConfig
     loops: range
 
     @property
@@ -114,7 +115,7 @@ class ValueMoments:
 class ValueProducts:
     """(sum_j V_j V_j^T) Q for the operand Q [D, k], without forming the moments: one step of subspace iteration."""
 
-    config: OuroConfig
+    config: ModelConfig
     loops: range
     width: int
 
@@ -128,8 +129,8 @@ class ValueProducts:
 
 
 def measure(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     sequences: Sequences,
     measures: Sequence[Measure],
     operands: Sequence[Float[np.ndarray, "L ..."] | None] | None = None,
@@ -142,26 +143,30 @@ def measure(
     """
     operands = operands or [None] * len(measures)
     wide = accumulation_dtype(params["embed_tokens"].dtype)
-    numbers = sum(math.prod(each.shape) for each in measures)
-    sets = config.num_layers // together
-    size = int(np.clip(MOMENT_BYTES // (numbers * jnp.dtype(wide).itemsize), 1, sets))
     groups = []
-    for start in range(0, sets, size):
-        stop = min(start + size, sets)
-        layers = range(start * together, stop * together)
-        mine = jax.tree.map(lambda operand: operand[start:stop], list(operands))  # noqa: B023
-        sums = [jnp.zeros((stop - start, *each.shape), wide) for each in measures]
+    for group in sets_at_once(config, measures, wide, together):
+        layers = range(group.start * together, group.stop * together)
+        mine = jax.tree.map(lambda operand: operand[group.start : group.stop], list(operands))  # noqa: B023
+        sums = [jnp.zeros((len(group), *each.shape), wide) for each in measures]
         for tokens, lengths in _micro_batches(params, config, sequences, layers):
             sums = _add(params, config, tokens, lengths, layers, together, tuple(measures), sums, mine)
         groups.append([sharding.to_host(total) for total in sums])
     return [np.concatenate(parts) for parts in zip(*groups, strict=True)]
 
 
+def sets_at_once(config: ModelConfig, measures: Sequence[Measure], dtype: DTypeLike, together: int = 1) -> list[range]:
+    """The sets of layers that each pass over the data measures."""
+    numbers = sum(math.prod(each.shape) for each in measures)
+    sets = config.num_layers // together
+    size = int(np.clip(MOMENT_BYTES // (numbers * jnp.dtype(dtype).itemsize), 1, sets))
+    return [range(start, min(start + size, sets)) for start in range(0, sets, size)]
+
+
 def _micro_batches(
-    params: ouro.Params, config: OuroConfig, sequences: Sequences, layers: range
+    params: Params, config: ModelConfig, sequences: Sequences, layers: range
 ) -> Iterator[tuple[Int[Array, "b S"], Int[Array, " b"]]]:
     count, length = sequences.tokens.shape
-    per_sequence = config.num_loops * len(layers) * length * config.hidden_size * params["embed_tokens"].dtype.itemsize
+    per_sequence = sequence_bytes(config, params["embed_tokens"].dtype, length, layers)
     held = getattr(params["embed_tokens"], "sharding", None)
     mesh = held.mesh if isinstance(held, NamedSharding) and isinstance(held.mesh, Mesh) else None
     devices = sharding.row_parts(mesh)
@@ -176,13 +181,19 @@ def _micro_batches(
             bar.update(int(np.sum(rows < count)))
 
 
+def sequence_bytes(config: ModelConfig, dtype: DTypeLike, length: int, layers: range) -> int:
+    """Bytes of the attention inputs that one sequence is held with while it is measured."""
+    return config.num_loops * len(layers) * length * config.hidden_size * jnp.dtype(dtype).itemsize
+
+
 @functools.partial(jax.jit, static_argnames=("config", "layers", "together", "measures"), donate_argnames="sums")
 def _add(params, config, tokens, lengths, layers, together, measures, sums, operands):
     positions = jnp.arange(tokens.shape[1])[None]
     h = attention_inputs(params, config, tokens, positions, layers=layers)
     h = h.reshape(*h.shape[:2], -1, config.hidden_size)
     counted = (positions < lengths[:, None]).reshape(-1)
-    projections = {name: params["layers"][name][layers.start : layers.stop] for name in ("k_proj", "v_proj")}
+    names = ("k_proj", "v_proj", "k_bias") if config.qk_bias else ("k_proj", "v_proj")
+    projections = {name: params["layers"][name][layers.start : layers.stop] for name in names}
 
     def one_layer(xs):
         sums, h, projections, operands = xs
@@ -195,6 +206,12 @@ def _add(params, config, tokens, lengths, layers, together, measures, sums, oper
     if together > 1:
         h, projections = jax.tree.map(lambda x: x.reshape(-1, together, *x.shape[1:]), (h, projections))
     return jax.lax.map(one_layer, (sums, h, projections, operands))
+
+
+def projected(h: Float[Array, "... d"], projections: dict[str, Array], name: str) -> Float[Array, "... Gdh"]:
+    """Keys ("k") or values ("v") of one layer, before rotation."""
+    x = linear(h, projections[f"{name}_proj"])
+    return x + projections[f"{name}_bias"] if f"{name}_bias" in projections else x
 
 
 def _joint_values(h, counted, projections, loops: range):

@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from hla_jax.calibration import moments
 from hla_jax.calibration.moments import Sequences, ValueProducts
-from hla_jax.config import OuroConfig
-from hla_jax.models import ouro
+from hla_jax.config import ModelConfig
+from hla_jax.models.stages import Params
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -36,8 +36,8 @@ def leading_eigenvectors(moment: Float[np.ndarray, "D D"], count: int) -> Float[
 
 
 def value_directions(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     sequences: Sequences,
     loops: range,
     rank: int,

@@ -33,8 +33,9 @@ class Shards:
 
     def __init__(self, where: str, fetch: Callable[[str], pathlib.Path]):
         self._where, self._fetch = where, fetch
+        index = fetch(INDEX)
         try:
-            self._shards = json.loads(fetch(INDEX).read_text(encoding="utf-8"))["shards"]
+            self._shards = json.loads(index.read_text(encoding="utf-8"))["shards"]
             starts = np.cumsum([0, *(shard["samples"] for shard in self._shards)])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{where}/{INDEX}: is not an index of MDS shards ({error!r})") from error
@@ -149,8 +150,13 @@ def _fetching(path: str, name: str | None) -> Callable[[str], pathlib.Path]:
     def fetch(file: str) -> pathlib.Path:
         import huggingface_hub
 
+        whole = f"{name}/{file}" if name else file
+        # A file that was fetched before is used as it is: a run that continues reads what it read.
+        if isinstance(kept := huggingface_hub.try_to_load_from_cache(path, whole, repo_type="dataset"), str):
+            return pathlib.Path(kept)
         try:
-            whole = f"{name}/{file}" if name else file
+            # The download would retry for half a minute before it says that there is no network.
+            huggingface_hub.HfApi().dataset_info(path, timeout=10)
             return pathlib.Path(huggingface_hub.hf_hub_download(path, whole, repo_type="dataset"))
         except Exception as error:  # of the hub, http, the network: the name is what the user must look at
             raise DataError(

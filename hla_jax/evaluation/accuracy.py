@@ -14,7 +14,7 @@ from jax import Array
 from tqdm.auto import tqdm
 
 from hla_jax.attention.scheme import Attention, Cache
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.data import synthetic
 from hla_jax.evaluation import together
 from hla_jax.evaluation.estimates import Proportion
@@ -24,7 +24,8 @@ from hla_jax.generation import decode
 from hla_jax.generation.generate import pad
 from hla_jax.generation.sampling import Sampling, request_keys
 from hla_jax.model import Model
-from hla_jax.models import ouro
+from hla_jax.models import layers
+from hla_jax.models.stages import Params
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -170,15 +171,15 @@ def _greedy(
 
 @functools.partial(jax.jit, static_argnames=("config", "capacity"))
 def _prefill(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     schemes: dict[str, Attention],
     tokens: Int[Array, "B S"],
     lengths: Int[Array, " B"],
     capacity: int,
 ) -> tuple[dict[str, Float[Array, "B V"]], dict[str, Cache]]:
     hidden, caches = together.prefill_hidden(params, config, schemes, tokens, lengths, capacity)
-    logits = {name: ouro.logits(params, decode.last_hidden(states, lengths)) for name, states in hidden.items()}
+    logits = {name: layers.logits(params, decode.last_hidden(states, lengths)) for name, states in hidden.items()}
     return logits, caches
 
 

@@ -20,9 +20,9 @@ import numpy as np
 from jax import Array
 
 from hla_jax.attention.scheme import Attention, Cache
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.generation import decode
-from hla_jax.models import ouro
+from hla_jax.models.stages import Params
 from hla_jax.training.two_pass import next_token_errors, predicted
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def score(rows: Rows, errors: Float[np.ndarray, "N S"], most_likely: Float[np.nd
     return Answers(cross_entropy.astype(np.float64), right)
 
 
-def in_parallel(params: ouro.Params, rows: Rows, hidden: Callable[[Rows], Array], batch_size: int = 16) -> Answers:
+def in_parallel(params: Params, rows: Rows, hidden: Callable[[Rows], Array], batch_size: int = 16) -> Answers:
     """Scores the answers with the hidden states that `hidden` computes of each batch of rows."""
     parts = []
     for part in _batches(rows, batch_size):
@@ -69,8 +69,8 @@ def in_parallel(params: ouro.Params, rows: Rows, hidden: Callable[[Rows], Array]
 
 
 def decoded(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     attention: Attention,
     rows: Rows,
     prompts: Int[np.ndarray, " N"],
@@ -95,8 +95,8 @@ def decoded(
 
 
 def decoded_hidden(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     attention: Attention,
     tokens: Int[Array, "B S"],
     prompts: Int[Array, " B"],
@@ -122,7 +122,7 @@ _errors = jax.jit(next_token_errors)
 
 @functools.partial(jax.jit, static_argnames=("config", "steps"))
 def _decoded_errors(
-    params: ouro.Params, config: OuroConfig, attention: Attention, tokens: Array, prompts: Array, steps: int
+    params: Params, config: ModelConfig, attention: Attention, tokens: Array, prompts: Array, steps: int
 ) -> tuple[Array, Array]:
     return next_token_errors(params, decoded_hidden(params, config, attention, tokens, prompts, steps), tokens)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from hla_jax.attention.full import FullCache
 from hla_jax.attention.scheme import Attention, Scheme
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.data import synthetic
 from hla_jax.evaluation.accuracy import ask
 from hla_jax.evaluation.evaluate import EvaluationConfig, task_settings
@@ -31,7 +31,8 @@ _ROOM = 16
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """Cache of one scheme with numbers of 16 bits, whatever it ran with: low-bit caches are compared with those.
+    """Cache of one scheme with numbers of 16 bits, whatever it ran with: low-bit caches are compared with those. Of the
+    looped layers, as the papers count; layers outside of the loops have theirs besides (`evaluation.memory`).
 
     Attributes:
       per_token: that each token adds.
@@ -151,7 +152,7 @@ def measure(
     )
 
 
-def bytes_of(config: OuroConfig, scheme: Scheme, context: int) -> Bytes:
+def bytes_of(config: ModelConfig, scheme: Scheme, context: int) -> Bytes:
     """Bytes of one scheme's cache, see `Bytes`."""
     at = lambda scheme, tokens: scheme.cache_bytes(config, tokens, jnp.dtype(jnp.bfloat16))
     per_sequence, total = at(scheme, 0), at(scheme, context)

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from hla_jax.attention.lla import LLA
+from hla_jax.attention.outer import whole
 from hla_jax.attention.scheme import Scheme
 from hla_jax.attention.shared import SharedLoop
-from hla_jax.config import OURO_1P4B, OURO_2P6B, OuroConfig
+from hla_jax.config import OURO_1P4B, OURO_2P6B, ModelConfig
 from hla_jax.evaluation.markdown import table
 from hla_jax.evaluation.schemes import FULL, HLA_PAPER, LLA_PAPER, REUSE, SHARED, papers_schemes
 from hla_jax.evaluation.speed import median_seconds
@@ -37,27 +38,33 @@ class Traffic:
         return self.weights + self.maps + self.cache
 
 
-def step_traffic(config: OuroConfig, scheme: Scheme, context: int, batch: int, dtype: DTypeLike) -> Traffic:
+def step_traffic(config: ModelConfig, scheme: Scheme, context: int, batch: int, dtype: DTypeLike) -> Traffic:
     """Bytes of one decoding step of `batch` sequences with `context` tokens stored each."""
     size = jnp.dtype(dtype).itemsize
-    layers, rest = weight_numbers(config)
+    looped, outer, head = weight_numbers(config)
+    scheme = whole(config, scheme)
     reads = scheme.reads(config)
     buffers = scheme.cache_shapes(config, batch, context, dtype)
     cache = sum(reads[name] * math.prod(buffer.shape) * buffer.dtype.itemsize for name, buffer in buffers.items())
     passes = scheme.passes
     return Traffic(
-        size * (passes * config.num_loops * layers + rest), passes * size * map_numbers(config, scheme), cache
+        size * (passes * (config.num_loops * looped + outer) + head),
+        passes * size * map_numbers(config, scheme),
+        round(cache),
     )
 
 
-def weight_numbers(config: OuroConfig) -> tuple[int, int]:
-    """Numbers in all layers, and in what a step reads besides them: the head. An embedding is one row."""
-    rows = weights.parameters(config)
-    layers = sum(math.prod(row.shape(config)) for row in rows if row.stacked)
-    return layers, config.vocab_size * config.hidden_size
+def weight_numbers(config: ModelConfig) -> tuple[int, int, int]:
+    """Numbers that every loop reads, in layers outside of the loops, and in the head. An embedding is one row."""
+
+    def numbers(*first: str) -> int:
+        rows = weights.parameters(config)
+        return sum(math.prod(row.shape(config)) for row in rows if row.path.partition(".")[0] in first)
+
+    return numbers("layers", "adapter"), numbers("prelude", "coda"), config.vocab_size * config.hidden_size
 
 
-def map_numbers(config: OuroConfig, scheme: Scheme) -> int:
+def map_numbers(config: ModelConfig, scheme: Scheme) -> int:
     """Numbers in the maps of all layers."""
     return config.num_layers * sum(math.prod(shape) for shape in scheme.map_shapes(config).values())
 
@@ -68,11 +75,11 @@ def device_memory() -> int:
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def capacity(config: OuroConfig, scheme: Scheme, context: int, memory: int, dtype: DTypeLike) -> int:
+def capacity(config: ModelConfig, scheme: Scheme, context: int, memory: int, dtype: DTypeLike) -> int:
     """Sequences of `context` tokens whose caches fit beside the model and its maps in `memory` bytes."""
     size = jnp.dtype(dtype).itemsize
     model = sum(math.prod(row.shape(config)) for row in weights.parameters(config)) + map_numbers(config, scheme)
-    return max(0, (memory - size * model) // scheme.cache_bytes(config, context, dtype))
+    return max(0, (memory - size * model) // whole(config, scheme).cache_bytes(config, context, dtype))
 
 
 def memory_table(memory: int = 80 * 2**30, context: int = 16384, dtype: DTypeLike = "bfloat16") -> list[str]:

@@ -20,13 +20,13 @@ from tqdm.auto import tqdm
 
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention, Cache
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.evaluation import together
 from hla_jax.evaluation.estimates import Estimate
 from hla_jax.evaluation.schemes import FULL, Schemes
 from hla_jax.generation import decode
 from hla_jax.model import Model
-from hla_jax.models import ouro
+from hla_jax.models.stages import Params
 from hla_jax.training import distill, uptrain
 
 if TYPE_CHECKING:
@@ -202,8 +202,8 @@ _divergence = jax.jit(uptrain.divergence_by_layer, static_argnums=(0, 1))
 
 @functools.partial(jax.jit, static_argnames=("config", "prompt_length"))
 def _compare(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     schemes: dict[str, Attention],
     tokens: Int[Array, "B S"],
     prompt_length: int,
@@ -231,7 +231,7 @@ def _compare(
 
 @functools.partial(jax.jit, static_argnames="config")
 def _swapped(
-    params: ouro.Params, config: OuroConfig, attention: Attention, tokens: Int[Array, "N S"]
+    params: Params, config: ModelConfig, attention: Attention, tokens: Int[Array, "N S"]
 ) -> tuple[Float[Array, " N"], Float[Array, "N T"]]:
     counted = jnp.ones((1, tokens.shape[1]), bool)
     one = lambda row: distill.divergence(attention.scheme, config, attention.params, params, row[None], counted)

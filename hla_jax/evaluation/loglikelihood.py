@@ -23,13 +23,15 @@ from jax import Array
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from hla_jax.attention.full import FullCache, exact_stages
+from hla_jax.attention.full import FullCache, exact_pass
+from hla_jax.attention.outer import whole
 from hla_jax.attention.scheme import Attention, Cache, run_passes
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.generation import decode
 from hla_jax.generation.generate import bucket, capacity_bucket, pad
 from hla_jax.model import Model
-from hla_jax.models import ouro
+from hla_jax.models import layers
+from hla_jax.models.stages import Params
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -145,8 +147,8 @@ def _score(
 
 @functools.partial(jax.jit, static_argnames="config")
 def _in_parallel(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     attention: Attention,
     tokens: Int[Array, "B S"],
     lengths: Int[Array, " B"],
@@ -154,22 +156,23 @@ def _in_parallel(
 ) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
     """Log-probability of every target, and whether it is the likeliest token; `lengths` are the contexts'."""
     if attention.scheme == FullCache():
-        hidden, _ = ouro.run(params, config, tokens, exact_stages(config, jnp.arange(tokens.shape[1])[None]), None)
+        hidden = exact_pass(params, config, tokens)
     else:
         batch, length = tokens.shape
-        transform = attention.scheme.swapped(config, attention.params, batch, length, params["embed_tokens"].dtype)
+        scheme = whole(config, attention.scheme)
+        transform = scheme.swapped(config, attention.params, batch, length, params["embed_tokens"].dtype)
         hidden, _ = run_passes(params, config, tokens, transform)
     at = jnp.minimum(lengths[:, None] - 1 + jnp.arange(targets.shape[1]), tokens.shape[1] - 1)
     before = jnp.take_along_axis(hidden, at[..., None], axis=1)
-    one = lambda x: _judge(ouro.logits(params, x[0]), x[1])
+    one = lambda x: _judge(layers.logits(params, x[0]), x[1])
     found = jax.lax.map(one, (jnp.swapaxes(before, 0, 1), targets.T), batch_size=_POSITIONS)
     return jax.tree.map(jnp.transpose, found)
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _through_cache(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     attention: Attention,
     context: Int[Array, "B S"],
     lengths: Int[Array, " B"],
@@ -178,7 +181,7 @@ def _through_cache(
     """As `_in_parallel`, with the contexts in one exact pass and the targets decoded."""
     capacity = capacity_bucket(context.shape[1] + targets.shape[1])
     hidden, cache = decode.prefill_hidden(params, config, attention, context, lengths, capacity)
-    first = _judge(ouro.logits(params, decode.last_hidden(hidden, lengths)), targets[:, 0])
+    first = _judge(layers.logits(params, decode.last_hidden(hidden, lengths)), targets[:, 0])
 
     def one(cache: Cache, tokens: tuple[Array, Array]) -> tuple[Cache, tuple[Array, Array]]:
         logits, cache = decode.step(params, config, attention, cache, tokens[0])

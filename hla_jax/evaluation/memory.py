@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from hla_jax.config import OuroConfig
+from hla_jax.attention.outer import whole
+from hla_jax.config import ModelConfig
 from hla_jax.evaluation.schemes import FULL, Schemes, distinct
 
 
@@ -31,12 +32,12 @@ class Memory:
     ratio_at: dict[int, float]
 
 
-def cache_memory(config: OuroConfig, schemes: Schemes, contexts: Sequence[int], dtype: DTypeLike) -> dict[str, Memory]:
+def cache_memory(config: ModelConfig, schemes: Schemes, contexts: Sequence[int], dtype: DTypeLike) -> dict[str, Memory]:
     """Bytes of every distinct scheme's cache at `dtype`, and the full cache's over them."""
     schemes = distinct(schemes)
 
     def bytes_at(name: str, tokens: int) -> int:
-        return schemes[name].scheme.cache_bytes(config, tokens, jnp.dtype(dtype))
+        return whole(config, schemes[name].scheme).cache_bytes(config, tokens, jnp.dtype(dtype))
 
     per_token = {name: bytes_at(name, 1) - bytes_at(name, 0) for name in schemes}
     at = {name: {context: bytes_at(name, context) for context in contexts} for name in schemes}

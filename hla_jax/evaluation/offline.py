@@ -20,10 +20,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSha
 from jax.typing import DTypeLike
 
 from hla_jax import compat
+from hla_jax.attention.outer import whole
 from hla_jax.attention.scheme import Attention, Scheme
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.generation import decode
-from hla_jax.models import ouro, weights
+from hla_jax.models import looped, weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +66,15 @@ def gpu(target: str | os.PathLike[str], capability: int) -> jax.Device:
 
 
 def compile_step(
-    config: OuroConfig, scheme: Scheme, device: jax.Device, context: int, batch: int = 1, dtype: DTypeLike = "bfloat16"
+    config: ModelConfig, scheme: Scheme, device: jax.Device, context: int, batch: int = 1, dtype: DTypeLike = "bfloat16"
 ) -> Step:
     """Compiles one decoding step of `batch` sequences with room for `context` tokens each."""
     here = SingleDeviceSharding(device)
     place = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), tree)
-    params = place(jax.eval_shape(ouro.for_decoding, weights.abstract_params(config, dtype)))
+    params = place(jax.eval_shape(looped.for_decoding, weights.abstract_params(config, dtype)))
     shapes = {name: (config.num_layers, *shape) for name, shape in scheme.map_shapes(config).items()}
     maps = place({name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()})
-    cache = place(jax.eval_shape(lambda: scheme.init_cache(config, batch, context, dtype)))
+    cache = place(jax.eval_shape(lambda: whole(config, scheme).init_cache(config, batch, context, dtype)))
     tokens = place(jax.ShapeDtypeStruct((batch,), jnp.int32))
     step = jax.jit(
         lambda params, attention, cache, tokens: decode.step(params, config, attention, cache, tokens),
@@ -87,7 +88,7 @@ def compile_step(
     slots = {buffer.shape[1:] for buffer in cache.buffers.values()}
     return Step(
         program.memory_analysis().temp_size_in_bytes,
-        batch * scheme.cache_bytes(config, context, dtype),
+        batch * whole(config, scheme).cache_bytes(config, context, dtype),
         launches(text),
         copies(text, slots),
     )

@@ -33,9 +33,9 @@ def orderings(rows: Sequence[Row]) -> list[Check]:
         by_curve.setdefault(row.curve, []).append(row)
 
     def nearest(curve: str, ratio: float) -> Row | None:
-        """The curve's row whose compression is nearest to `ratio`."""
+        """The curve's row whose compression is nearest to `ratio`, if it is not another one."""
         far = lambda row: abs(np.log(row.measured.bytes.ratio / ratio))
-        return min(by_curve.get(curve, []), key=far, default=None)
+        return min((row for row in by_curve.get(curve, []) if far(row) < np.log(1.5)), key=far, default=None)
 
     lla = nearest(LLA, 4)
     full = nearest(FULL, 1)

@@ -9,7 +9,7 @@ from hla_jax.attention.hla import HLA
 from hla_jax.attention.lla import LLA
 from hla_jax.attention.scheme import Attention, Scheme
 from hla_jax.attention.shared import SharedLoop
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 
 FULL = "full cache"
 HLA_INITIAL = "HLA at initialisation"
@@ -37,15 +37,16 @@ def side_by_side(initial: Attention, uptrained: Attention) -> dict[str, Attentio
     }
 
 
-def papers_schemes(config: OuroConfig) -> dict[str, Scheme]:
+def papers_schemes(config: ModelConfig) -> dict[str, Scheme]:
     """What speed and memory are measured of, at the papers' sizes in proportion to the model's: the full cache, HLA at
     10.7x with a window of 128, and LLA at 4x in its three modes.
     """
     numbers, trajectory = 2 * config.num_kv_heads * config.head_dim, config.num_loops * config.head_dim
+    heads = lambda rank: max(rank // config.head_dim, 1) * config.head_dim  # ranks of keys are whole heads
     rank_k, rank_v, rope = 3 * trajectory // 16, 5 * trajectory // 16, min(16, config.head_dim)
     return {
         FULL: FullCache(),
-        HLA_PAPER: HLA(numbers // 8, numbers // 8, numbers // 16, window=128),
+        HLA_PAPER: HLA(heads(numbers // 8), numbers // 8, heads(numbers // 16), window=128),
         LLA_PAPER: LLA(rank_k, rank_v),
         LLA_REBUILT: LLA(rank_k, rank_v, full_memory=True),
         LLA_ABSORBED: LLA(rank_k - rope, rank_v, rank_rope=rope),

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
+from hla_jax.attention.outer import whole
 from hla_jax.attention.scheme import Attention
 from hla_jax.evaluation.schemes import FULL, Schemes, distinct
 from hla_jax.generation import decode
@@ -166,7 +167,7 @@ class _Run:
         dtype = model.params["embed_tokens"].dtype
         self._keys = request_keys(jnp.arange(batch, dtype=jnp.uint32))
         self._limit = jnp.full(batch, jnp.iinfo(jnp.int32).max, jnp.int32)
-        cache = attention.scheme.init_cache(model.config, batch, capacity, dtype)
+        cache = whole(model.config, attention.scheme).init_cache(model.config, batch, capacity, dtype)
         zeros = jnp.zeros(batch, jnp.int32)
         self._progress = decode.Progress(cache, zeros, zeros + 1, jnp.zeros(batch, bool))
         self.seconds(capacity - new_tokens)  # compiles

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hla_jax.attention.full import exact_stages
-from hla_jax.config import OuroConfig
+from hla_jax.attention.full import exact_pass
+from hla_jax.config import ModelConfig
 from hla_jax.data import synthetic
 from hla_jax.data.packing import Tokenize
-from hla_jax.models import ouro
+from hla_jax.models import layers
+from hla_jax.models.stages import Params
 
 Complete = Callable[[list[str]], Sequence[str]]
 """Prompts -> greedy continuations, at least up to the first newline."""
@@ -62,8 +63,8 @@ def answer_length(examples: Sequence[synthetic.Example], tokenize: Tokenize) -> 
 
 
 def exact_match(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     examples: Sequence[synthetic.Example],
     tokenize: Tokenize,
     batch_size: int = 16,
@@ -88,18 +89,20 @@ def exact_match(
     return right / len(rows)
 
 
-def text_loss(params: ouro.Params, config: OuroConfig, tokens: np.ndarray) -> float:
+def text_loss(params: Params, config: ModelConfig, tokens: np.ndarray) -> float:
     """Mean cross-entropy in nats per token of rows of real text [B, S], from the second token on."""
     return float(_text_loss(params, config, tokens))
 
 
 @jax.jit(static_argnames="config")
-def _predict(params: ouro.Params, config: OuroConfig, tokens: jax.Array) -> jax.Array:
-    hidden, _ = ouro.run(params, config, tokens, exact_stages(config, jnp.arange(tokens.shape[1])[None]), None)
-    return jnp.argmax(ouro.logits(params, hidden), axis=-1)
+def _predict(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
+    hidden = exact_pass(params, config, tokens)
+    return jnp.argmax(layers.logits(params, hidden), axis=-1)
 
 
 @jax.jit(static_argnames="config")
-def _text_loss(params: ouro.Params, config: OuroConfig, tokens: jax.Array) -> jax.Array:
-    hidden, _ = ouro.run(params, config, tokens, exact_stages(config, jnp.arange(tokens.shape[1])[None]), None)
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(ouro.logits(params, hidden[:, :-1]), tokens[:, 1:]))
+def _text_loss(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
+    hidden = exact_pass(params, config, tokens)
+    return jnp.mean(
+        optax.softmax_cross_entropy_with_integer_labels(layers.logits(params, hidden[:, :-1]), tokens[:, 1:])
+    )

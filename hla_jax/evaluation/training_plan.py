@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from hla_jax import sharding
 from hla_jax.attention.hla import HLA
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.evaluation import offline
 from hla_jax.models import weights
 from hla_jax.training import uptrain
@@ -50,7 +50,7 @@ class Plan:
         return self.arguments + self.temporary
 
 
-def plan(config: OuroConfig, scheme: HLA, phase: UptrainConfig, mesh: Mesh, dtype: DTypeLike = "bfloat16") -> Plan:
+def plan(config: ModelConfig, scheme: HLA, phase: UptrainConfig, mesh: Mesh, dtype: DTypeLike = "bfloat16") -> Plan:
     """Compiles the step of a phase for the mesh's devices. Raises `ConfigError` where its rows do not split."""
     optimizer = adamw(phase.optimizer)
     placed_maps = sharding.maps(scheme.map_shapes(config), scheme.map_axes(), config.num_layers, mesh)

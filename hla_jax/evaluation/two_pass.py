@@ -18,12 +18,13 @@ from tqdm.auto import tqdm
 
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention, Cache
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.evaluation.estimates import Estimate
 from hla_jax.evaluation.markdown import table, three_digits
 from hla_jax.generation import decode
 from hla_jax.model import Model
-from hla_jax.models import ouro
+from hla_jax.models import layers
+from hla_jax.models.stages import Params
 from hla_jax.training.two_pass import exact_hidden, next_token_errors, two_pass_hidden
 
 if TYPE_CHECKING:
@@ -105,8 +106,8 @@ def markdown(by_dtype: dict[str, dict[str, Agreement]]) -> str:
 
 @functools.partial(jax.jit, static_argnames=("config", "prompt_length", "repetitions"))
 def _compare(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     attention: Attention,
     tokens: Int[Array, "B S"],
     prompt_length: int,
@@ -135,7 +136,7 @@ def _compare(
 
 
 def _decoded_hidden(
-    params: ouro.Params, config: OuroConfig, attention: Attention, tokens: Int[Array, "B S"], prompt_length: int
+    params: Params, config: ModelConfig, attention: Attention, tokens: Int[Array, "B S"], prompt_length: int
 ) -> Float[Array, "B m d"]:
     """Hidden states of the response's tokens, decoded one by one through the cache."""
     prompt, length = tokens[:, :prompt_length], tokens.shape[1]
@@ -149,13 +150,11 @@ def _decoded_hidden(
     return jnp.moveaxis(jax.lax.scan(one, cache, tokens[:, prompt_length:].T)[1], 0, 1)
 
 
-def _divergence(
-    params: ouro.Params, expected: Float[Array, "B m d"], found: Float[Array, "B m d"]
-) -> Float[Array, "m B"]:
+def _divergence(params: Params, expected: Float[Array, "B m d"], found: Float[Array, "B m d"]) -> Float[Array, "m B"]:
     """KL of the next-token distributions, with the logits of one token at a time."""
 
     def one(token: tuple[Float[Array, "B d"], Float[Array, "B d"]]) -> Float[Array, " B"]:
-        log_p, log_q = (jax.nn.log_softmax(ouro.logits(params, hidden)) for hidden in token)
+        log_p, log_q = (jax.nn.log_softmax(layers.logits(params, hidden)) for hidden in token)
         return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
     return jax.lax.map(one, (jnp.moveaxis(expected, 1, 0), jnp.moveaxis(found, 1, 0)))

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hla_jax.attention.scheme import Attention, Cache, run_passes
-from hla_jax.config import OuroConfig
+from hla_jax.attention.outer import whole
+from hla_jax.attention.scheme import Attention, Cache, check_cache, check_maps, run_passes
+from hla_jax.config import ModelConfig
 from hla_jax.generation.sampling import BatchSampling, Sampling, sample
-from hla_jax.models import ouro
+from hla_jax.models import layers
+from hla_jax.models.stages import Params
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Key
@@ -31,8 +33,8 @@ READ_WEIGHTS_IN_PLACE = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_dy
 
 @functools.partial(jax.jit, static_argnames=("config", "capacity"))
 def prefill(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     attention: Attention,
     tokens: Int[Array, "B S"],
     lengths: Int[Array, " B"],
@@ -42,7 +44,7 @@ def prefill(
     cache.
     """
     hidden, cache = prefill_hidden(params, config, attention, tokens, lengths, capacity)
-    return ouro.logits(params, last_hidden(hidden, lengths)), cache
+    return layers.logits(params, last_hidden(hidden, lengths)), cache
 
 
 def last_hidden(hidden: Float[Array, "B S d"], lengths: Int[Array, " B"]) -> Float[Array, "B d"]:
@@ -51,8 +53,8 @@ def last_hidden(hidden: Float[Array, "B S d"], lengths: Int[Array, " B"]) -> Flo
 
 
 def prefill_hidden(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     attention: Attention,
     tokens: Int[Array, "B S"],
     lengths: Int[Array, " B"],
@@ -61,37 +63,42 @@ def prefill_hidden(
     """As `prefill`, but returns the last loop's hidden state of every prompt token."""
     if capacity < tokens.shape[1]:
         raise ValueError(f"the cache holds {capacity} tokens a sequence, the prompts have {tokens.shape[1]}")
-    cache = attention.scheme.init_cache(config, tokens.shape[0], capacity, params["embed_tokens"].dtype)
-    transform = attention.scheme.prefill(config, attention.params, cache, tokens.shape[1], lengths)
+    check_maps(attention.scheme, config, attention.params)
+    scheme = whole(config, attention.scheme)
+    cache = scheme.init_cache(config, tokens.shape[0], capacity, params["embed_tokens"].dtype)
+    transform = scheme.prefill(config, attention.params, cache, tokens.shape[1], lengths)
     return run_passes(params, config, tokens, transform)
 
 
 def step(
-    params: ouro.Params, config: OuroConfig, attention: Attention, cache: Cache, tokens: Int[Array, " B"]
+    params: Params, config: ModelConfig, attention: Attention, cache: Cache, tokens: Int[Array, " B"]
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Decodes one token of every sequence through the cache. Returns the logits of the next one."""
     hidden, cache = step_hidden(params, config, attention, cache, tokens)
-    return jax.lax.platform_dependent(params, hidden, cuda=_logits_beside_zeros, default=ouro.logits), cache
+    return jax.lax.platform_dependent(params, hidden, cuda=_logits_beside_zeros, default=layers.logits), cache
 
 
 def step_hidden(
-    params: ouro.Params, config: OuroConfig, attention: Attention, cache: Cache, tokens: Int[Array, " B"]
+    params: Params, config: ModelConfig, attention: Attention, cache: Cache, tokens: Int[Array, " B"]
 ) -> tuple[Float[Array, "B d"], Cache]:
     """As `step`, but returns the last loop's hidden states."""
-    transform = attention.scheme.decode(config, attention.params, cache, attention.implementation)
+    check_maps(attention.scheme, config, attention.params)
+    scheme = whole(config, attention.scheme)
+    check_cache(scheme, config, cache)
+    transform = scheme.decode(config, attention.params, cache, attention.implementation)
     hidden, cache = run_passes(params, config, tokens[:, None], transform)
     return hidden[:, 0], cache
 
 
-def _logits_beside_zeros(params: ouro.Params, hidden: Float[Array, "B d"]) -> Float[Array, "B V"]:
+def _logits_beside_zeros(params: Params, hidden: Float[Array, "B d"]) -> Float[Array, "B V"]:
     """cuBLAS multiplies a single row of 16-bit numbers by the head only after all of the head is in float32."""
     rows = jnp.pad(hidden, ((0, max(0, 8 - hidden.shape[0])), (0, 0)))
-    return ouro.logits(params, rows)[: hidden.shape[0]]
+    return layers.logits(params, rows)[: hidden.shape[0]]
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def forced(
-    params: ouro.Params, config: OuroConfig, attention: Attention, cache: Cache, tokens: Int[Array, "B N"]
+    params: Params, config: ModelConfig, attention: Attention, cache: Cache, tokens: Int[Array, "B N"]
 ) -> tuple[Float[Array, "B N V"], Cache]:
     """Decodes given tokens one by one. Returns the logits after each of them."""
 
@@ -149,8 +156,8 @@ def _or_given(token: Int[Array, " B"], given: Int[Array, "B M"] | None, made: In
     compiler_options=READ_WEIGHTS_IN_PLACE,
 )
 def advance(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     attention: Attention,
     progress: Progress,
     sampling: Sampling | BatchSampling,

@@ -1,24 +1,28 @@
 """Continuous batching: requests share the slots of one cache, and a slot that gets free is refilled at once.
 
-This file decides who is in which slot; `slots.py` holds the cache. A prompt is read alone (batch 1, its length rounded
-up) and its cache copied into the slot's row; then all slots decode together, several tokens a dispatch, with no host
-synchronisation inside. A dispatch ends early when a slot gets free that somebody waits for. What differs between
-requests (sampling, seed, limit, stop tokens) is an array over the slots, so decoding compiles once, and reading prompts
-once a rounded length.
+This file decides who is in which slot; `slots.py` holds the cache. Prompts are read a few at once (a batch of their
+own, their length rounded up) and their caches copied into the slots' rows; then all slots decode together, several
+tokens a dispatch, with no host synchronisation inside. What differs between requests (sampling, seed, limit, stop
+tokens) is an array over the slots, so decoding compiles once, and reading prompts once a rounded length.
 
-A request's tokens depend on its prompt, settings and seed, not on its slot or on what else is there. They are those of
-`generate`, up to rounding: another number of slots may add the same numbers in another order, which can decide between
-two tokens that are equally likely to the last bits. For that reason the slots stay as many as they are when few
-requests are left.
+A step costs the same whoever is idle, and reading a prompt alone about as much as a step. So an eighth of the slots is
+a batch of prompts, and a dispatch ends early when that many slots are free for requests that wait. Whoever waits
+longest comes first, and brings others of the same rounded length along, wherever they wait.
 
-A model that was loaded onto a mesh with an axis "data" has its slots spread over it, and as many prompts of one rounded
-length are read at once.
+A request's tokens depend on its prompt, settings and seed, not on its slot or on what else is there: a batch of prompts
+always has as many rows, some of which may be empty, and the slots stay as many as they are when few requests are left.
+They are those of `generate`, up to rounding: another number of slots may add the same numbers in another order, which
+can decide between two tokens that are equally likely to the last bits.
+
+A model that was loaded onto a mesh with an axis "data" has its slots spread over it, and every group of devices reads
+and decodes for an eighth of its own.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_CAPACITY = 4096
+_PROMPT_TOKENS = 1024  # in a batch of several prompts: more gain nothing, and take memory
 
 Stream = Callable[[int, list[int], str], None]
 """(id, new tokens, new text): called after every dispatch that made some. Joined, these are the result's tokens and
@@ -100,6 +105,8 @@ class _Entry:
     id: int
     request: Request
     prompt: list[int]
+    width: int
+    """The prompt's length, rounded up."""
     stops: tuple[int, ...]
     text: TextStream | None
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -115,12 +122,12 @@ class Engine:
     """Generates for many requests at once. Used from one thread; callbacks may submit and cancel.
 
     Args:
-      model: from `load`. With `models.ouro.for_decoding` applied to its parameters, steps are faster.
+      model: from `load`. With `models.looped.for_decoding` applied to its parameters, steps are faster.
       attention: scheme and maps; None for the model's own.
       slots: sequences decoded together; halved when memory runs out. On a mesh with an axis "data", a multiple of it.
       capacity: most tokens of a request, prompt and new ones; None for `max_position_embeddings`, at most 4,096.
       tokens_per_dispatch: tokens decoded between two looks of the host: a slot that gets free waits for so many at
-        most.
+        most, and for fewer where an eighth of the slots is free.
       queue: most requests that wait for a slot.
 
     Raises:
@@ -237,38 +244,41 @@ class Engine:
         return [(entry, [int(token)]) for entries, first in made for entry, token in zip(entries, np.asarray(first))]
 
     def _enter(self, device: devices.Slots) -> tuple[list[_Entry], Int[Array, " R"]]:
-        """Reads the prompt of the request that waits longest, and of those right behind it that are of one width.
-        Returns these and their first tokens.
+        """Reads the prompt of the request that waits longest, and others of its width, wherever they wait. Returns
+        these requests and their first tokens.
         """
         free = [slot for slot, entry in enumerate(self._slots) if entry is None]
         free.sort(
             key=lambda slot: slot % (len(self._slots) // self._groups)
         )  # each group gets its part of few requests
-        width = self._width(self._waiting[0])
-        entered: list[_Entry] = []
-        while self._waiting and len(entered) < min(len(free), self._groups) and self._width(self._waiting[0]) == width:
-            entered.append(self._waiting.popleft())
+        width = self._waiting[0].width
+        rows = self._groups * max(1, min(self._eighth, _PROMPT_TOKENS // width))
+        alike = (entry for entry in self._waiting if entry.width == width)
+        entered = list(itertools.islice(alike, min(len(free), rows)))
         for slot, entry in zip(free, entered):
+            self._waiting.remove(entry)
             self._slots[slot] = entry
         self._settings = None
-        given = [entry.tokens[0] if entry.tokens else -1 for entry in entered]
+        nobody = rows - len(entered)
         first = device.enter(
             free[: len(entered)],
             [entry.prompt for entry in entered],
             width,
-            self._settings_of([*entered, *[None] * (self._groups - len(entered))]),
-            [*given, *[-1] * (self._groups - len(entered))],
+            self._settings_of([*entered, *[None] * nobody]),
+            [*[entry.tokens[0] if entry.tokens else -1 for entry in entered], *[-1] * nobody],
         )
         return entered, first
 
-    def _width(self, entry: _Entry) -> int:
-        return min(bucket(len(entry.prompt)), self.model.config.max_position_embeddings)
+    @property
+    def _eighth(self) -> int:
+        """Of a group's slots."""
+        return max(1, len(self._slots) // self._groups // 8)
 
     def _decode(self, device: devices.Slots) -> list[tuple[_Entry, list[int]]]:
         if self._settings is None:
             self._settings = self._settings_of(self._slots)
-        enough = jnp.asarray(1 if self._waiting else len(self._slots), jnp.int32)
-        out = device.decode(self._settings, self.tokens_per_dispatch, enough, self._given())
+        enough = min(len(self._waiting), self._eighth) or len(self._slots)
+        out = device.decode(self._settings, self.tokens_per_dispatch, jnp.asarray(enough, jnp.int32), self._given())
         return [(entry, [int(t) for t in row if t >= 0]) for entry, row in zip(self._slots, out) if entry]
 
     def _deliver(self, made: Sequence[tuple[_Entry, list[int]]]) -> None:
@@ -398,7 +408,8 @@ class Engine:
         stops = tuple(model.stop_tokens if request.stop_tokens is None else request.stop_tokens)
         if len(stops) > self._stop_width:
             self._stop_width, self._settings = 1 << (len(stops) - 1).bit_length(), None
-        return _Entry(number, request, prompt, stops, text)
+        width = min(bucket(len(prompt)), model.config.max_position_embeddings)
+        return _Entry(number, request, prompt, width, stops, text)
 
 
 _request_keys = jax.jit(request_keys)

@@ -12,9 +12,12 @@ import numpy as np
 from jax import Array
 
 from hla_jax.attention.scheme import Attention
+from hla_jax.attention.steps import for_steps
+from hla_jax.config import HuginnConfig, ModelConfig
 from hla_jax.generation import decode
 from hla_jax.generation.sampling import Sampling, request_keys
 from hla_jax.model import Model, token_batch
+from hla_jax.models import layers
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -50,6 +53,8 @@ def generate(
     seed: int | Sequence[int] = 0,
     stop_tokens: Sequence[int] | None = None,
     tokens_per_dispatch: int = 32,
+    num_steps: int | None = None,
+    prompt_steps: int | None = None,
 ) -> list[Generation]:
     """Generates a continuation of every prompt through the cache of `attention`.
 
@@ -65,8 +70,13 @@ def generate(
         seed only.
       stop_tokens: token ids that end a request; None for the model's own (config, generation config and tokenizer).
       tokens_per_dispatch: tokens decoded between two looks of the host.
+      num_steps: of Huginn, steps of the looped core; None for the config's. Maps for another number of them are
+        adapted, see `attention.steps`.
+      prompt_steps: of Huginn with the full cache, steps of the prompt's tokens, where they are to be others than
+        `num_steps`. Later steps then read what these tokens had at their last one.
 
     Raises:
+      SchemeError: the scheme has no rule for this number of steps, or for tokens of different ones.
       ValueError: no prompt, an empty prompt, token ids that are no integers or outside the vocabulary, a prompt that
         leaves no room in `max_position_embeddings`, or a setting out of range.
     """
@@ -94,22 +104,39 @@ def generate(
     if outside := [s for s in seeds if not 0 <= s < 2**32]:
         raise ValueError(f"seeds must be in 0 .. 2^32 - 1, found {outside[0]}")
 
+    of_prompt, config, attention = _with_steps(model.config, attention, num_steps, prompt_steps)
     sampling = Sampling(temperature, top_p, top_k)
     stops = tuple(model.stop_tokens if stop_tokens is None else stop_tokens)
     stop = jnp.asarray(stops, jnp.int32)
     keys = request_keys(jnp.asarray(np.asarray(seeds, np.uint32)))
     tokens, lengths = pad(ids, min(bucket(longest), model.config.max_position_embeddings))
     capacity = max(tokens.shape[1], capacity_bucket(longest + max_new_tokens))
-    logits, cache = decode.prefill(model.params, model.config, attention, tokens, lengths, capacity)
+    logits, cache = decode.prefill(model.params, of_prompt, attention, tokens, lengths, capacity)
     progress = decode.start(logits, cache, sampling, keys, stop)
     made = [np.asarray(progress.token)[:, None]]
     limit = jnp.full(len(ids), max_new_tokens, jnp.int32)
     while not bool(jnp.all(progress.done | (progress.made >= limit))):
         out, progress = decode.advance(
-            model.params, model.config, attention, progress, sampling, keys, stop, limit, tokens_per_dispatch
+            model.params, config, attention, progress, sampling, keys, stop, limit, tokens_per_dispatch
         )
         made.append(np.asarray(out))
     return [_generation(model, [int(t) for t in row if t >= 0], stops) for row in np.concatenate(made, axis=1)]
+
+
+def _with_steps(
+    config: ModelConfig, attention: Attention, num_steps: int | None, prompt_steps: int | None
+) -> tuple[ModelConfig, ModelConfig, Attention]:
+    """The configs that prompts and new tokens run with, and the attention for both. Arguments as of `generate`."""
+    if num_steps is None and prompt_steps is None:
+        return config, config, attention
+    if not isinstance(config, HuginnConfig):
+        raise ValueError("num_steps and prompt_steps are options of Huginn")
+    running = config if num_steps is None else config.with_steps(num_steps)
+    of_prompt = running if prompt_steps is None else config.with_steps(prompt_steps)
+    if of_prompt == running:
+        return running, running, for_steps(attention, config, running.num_loops)
+    scheme = attention.scheme.with_loops(max(of_prompt.num_loops, running.num_loops))
+    return of_prompt, running, dataclasses.replace(attention, scheme=scheme)
 
 
 def decode_forced(
@@ -131,7 +158,7 @@ def _decode_forced(params, config, attention, tokens, prompt_length):
     prompt = tokens[:, :prompt_length]
     lengths = jnp.full(tokens.shape[0], prompt_length, jnp.int32)
     hidden, cache = decode.prefill_hidden(params, config, attention, prompt, lengths, tokens.shape[1])
-    after_prompt = decode.ouro.logits(params, hidden)
+    after_prompt = layers.logits(params, hidden)
     after_rest, _ = decode.forced(params, config, attention, cache, tokens[:, prompt_length:])
     return jnp.concatenate([after_prompt, after_rest], axis=1)
 

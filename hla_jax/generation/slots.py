@@ -3,7 +3,7 @@ the request in each.
 
 With a model whose parameters are spread over a mesh that has an axis "data", the slots are spread over that axis (axis
 1 of every buffer, axis 0 of everything else). Each device, or group of devices that share the weights, decodes its own
-slots without a word to the others; as many prompts are read at once as there are groups.
+slots, and reads its share of a batch of prompts, without a word to the others.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from hla_jax.attention.outer import whole
 from hla_jax.attention.scheme import Attention, Cache
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.generation import decode
 from hla_jax.generation.generate import capacity_bucket, pad
 from hla_jax.generation.sampling import BatchSampling
 from hla_jax.model import Model
-from hla_jax.models import ouro
+from hla_jax.models.stages import Params
 
 if TYPE_CHECKING:
     from jaxtyping import Int, Key
@@ -63,7 +64,8 @@ class Slots:
         dtype = model.params["embed_tokens"].dtype
 
         def empty() -> decode.Progress:
-            cache = attention.scheme.init_cache(model.config, count, capacity_bucket(capacity), dtype)
+            scheme = whole(model.config, attention.scheme)
+            cache = scheme.init_cache(model.config, count, capacity_bucket(capacity), dtype)
             token, made = jnp.zeros(count, jnp.int32), jnp.zeros(count, jnp.int32)
             return decode.Progress(cache, token, made, jnp.ones(count, bool))
 
@@ -82,8 +84,8 @@ class Slots:
         settings: Settings,
         given: Sequence[int],
     ) -> Int[Array, " R"]:
-        """Reads prompts, at most one a group, into slots; `settings` and `given` (a known first token, or -1) are of
-        as many requests as there are groups. Returns the first token of each prompt, without waiting for it.
+        """Reads prompts into slots. `settings` and `given` (a known first token, or -1) have a row for each prompt, and
+        rows for nobody up to a multiple of the groups. Returns the first token of each prompt, without waiting for it.
         """
         rows = len(given)
         tokens, lengths = pad([*prompts, *[[0]] * (rows - len(prompts))], width)
@@ -113,7 +115,7 @@ class Slots:
                 leaf.delete()
 
 
-def _mesh(params: ouro.Params) -> Mesh | None:
+def _mesh(params: Params) -> Mesh | None:
     """The mesh of the parameters, if it has an axis for slots."""
     sharding = params["embed_tokens"].sharding
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
@@ -146,15 +148,15 @@ def _in_groups(
 
 @functools.partial(jax.jit, static_argnames=("config", "width", "mesh"))
 def _prefill(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     attention: Attention,
     tokens: Int[Array, "R S"],
     lengths: Int[Array, " R"],
     width: int,
     mesh: Mesh,
 ) -> tuple[Array, Cache]:
-    """`decode.prefill`, one prompt a group."""
+    """`decode.prefill`, each group its share of the prompts."""
     read = lambda params, attention, tokens, lengths: decode.prefill(params, config, attention, tokens, lengths, width)
     like = jax.eval_shape(read, params, attention, tokens, lengths)
     return _in_groups(read, mesh, (params, attention), (tokens, lengths), like)
@@ -167,8 +169,8 @@ def _prefill(
     compiler_options=decode.READ_WEIGHTS_IN_PLACE,
 )
 def _advance(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     attention: Attention,
     progress: decode.Progress,
     sampling: BatchSampling,

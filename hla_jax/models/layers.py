@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from hla_jax.config import ModelConfig
+from hla_jax.models.stages import Params
+
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
@@ -78,16 +81,35 @@ def turn(x: Float[Array, "B S N dh"], by: Angles) -> Float[Array, "B S N dh"]:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def gated_mlp(
-    x: Float[Array, "B S d"],
-    gate_up: Callable[[Float[Array, "B s d"]], tuple[Float[Array, "B s f"], Float[Array, "B s f"]]],
-    down: Float[Array, "d f"],
-) -> Float[Array, "B S d"]:
+def project(
+    p: Params, config: ModelConfig, h: Float[Array, "B S d"]
+) -> tuple[Float[Array, "B S H dh"], Float[Array, "B S G dh"], Float[Array, "B S G dh"]]:
+    """Queries, keys and values of one layer (`p` without the layer axis), before rotation."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    split = lambda x: x.reshape(*x.shape[:-1], -1, config.head_dim)
+    if "qkv_proj" in p:
+        q, k, v = jnp.split(split(linear(h, p["qkv_proj"])), (heads, heads + kv_heads), axis=2)
+    else:
+        q, k, v = (split(linear(h, p[name])) for name in ("q_proj", "k_proj", "v_proj"))
+    if config.qk_bias:
+        q, k = q + split(p["q_bias"]), k + split(p["k_bias"])
+    return q, k, v
+
+
+def gate_up(p: Params, h: Float[Array, "B S d"]) -> tuple[Float[Array, "B S f"], Float[Array, "B S f"]]:
+    """Gate, before its nonlinearity, and what it gates, in the MLP of one layer."""
+    if "gate_up_proj" in p:
+        gate, up = jnp.split(linear(h, p["gate_up_proj"]), 2, axis=-1)
+        return gate, up
+    return linear(h, p["gate_proj"]), linear(h, p["up_proj"])
+
+
+def gated_mlp(p: Params, x: Float[Array, "B S d"]) -> Float[Array, "B S d"]:
     """SwiGLU: down(silu(gate x) * up x), in blocks of tokens so that long prompts hold no [B, S, f] array."""
 
     def mlp(block: Float[Array, "B s d"]) -> Float[Array, "B s d"]:
-        gate, up = gate_up(block)
-        return linear(jax.nn.silu(gate) * up, down)
+        gate, up = gate_up(p, block)
+        return linear(jax.nn.silu(gate) * up, p["down_proj"])
 
     return in_blocks(mlp, x, MLP_BLOCK)
 
@@ -104,3 +126,9 @@ def in_blocks(
     # Block i takes tokens i, i + blocks, ...: where a mesh splits the tokens, every device has its share of each block.
     out = jax.lax.map(function, jnp.moveaxis(padded.reshape(x.shape[0], size, blocks, -1), 2, 0))
     return jnp.moveaxis(out, 0, 2).reshape(x.shape[0], blocks * size, -1)[:, :tokens]
+
+
+def logits(params: Params, hidden: Float[Array, "... d"]) -> Float[Array, "... V"]:
+    """Next-token logits in float32 (float64 for a float64 model); tied models use the embedding."""
+    head = params.get("lm_head", params["embed_tokens"])
+    return jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=accumulation_dtype(hidden.dtype))

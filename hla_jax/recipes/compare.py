@@ -19,7 +19,7 @@ from hla_jax.attention.scheme import Attention, Scheme, SchemeError
 from hla_jax.banner import banner
 from hla_jax.calibration.calibrate import calibrate
 from hla_jax.calibration.random import random_maps
-from hla_jax.config import ConfigError, OuroConfig, read_json
+from hla_jax.config import ConfigError, ModelConfig, read_json
 from hla_jax.data import pipeline, synthetic
 from hla_jax.evaluation.comparison import Row, measure
 from hla_jax.evaluation.comparison_report import write_report
@@ -168,7 +168,7 @@ def select(cells: Sequence[Cell], pattern: str | None) -> list[Cell]:
     return [cell for cell in cells if cell.name in kept]
 
 
-def check(cells: Sequence[Cell], chosen: Sequence[Cell], config: OuroConfig, workdir: pathlib.Path) -> None:
+def check(cells: Sequence[Cell], chosen: Sequence[Cell], config: ModelConfig, workdir: pathlib.Path) -> None:
     """Raises `ConfigError` or `SchemeError` for whatever would stop a chosen cell later."""
     schemes: dict[str, Scheme] = {}
     for cell in cells:
@@ -195,7 +195,7 @@ def check(cells: Sequence[Cell], chosen: Sequence[Cell], config: OuroConfig, wor
 
 
 def _check_start(
-    cell: Cell, before: dict[str, Scheme], chosen: Sequence[Cell], config: OuroConfig, workdir: pathlib.Path
+    cell: Cell, before: dict[str, Scheme], chosen: Sequence[Cell], config: ModelConfig, workdir: pathlib.Path
 ) -> None:
     """`before` has the cells above this one, and itself."""
     start = str(cell.start)

@@ -35,7 +35,7 @@ from hla_jax.evaluation.task_report import Evaluation, write_report
 from hla_jax.evaluation.task_summary import Result, summarise
 from hla_jax.kernels.latent_decode import api as latent_decode
 from hla_jax.model import Model, load, load_attention
-from hla_jax.models import ouro
+from hla_jax.models import looped
 from hla_jax.recipes.workdir import claim
 
 FIDELITY = "fidelity"
@@ -149,7 +149,7 @@ def run(job: EvaluationJob, workdir: pathlib.Path, title: str, mesh: Mesh | None
     results: dict[str, dict[str, Result]] = {}
     close: dict[str, Fidelity] = {}
     report = workdir / "report.md"
-    decoding = dataclasses.replace(model, params=jax.jit(ouro.for_decoding)(model.params))
+    decoding = dataclasses.replace(model, params=jax.jit(looped.for_decoding)(model.params))
     for number, name in enumerate(wanted, start=1):
         print(f"task {number} of {len(wanted)}: {name}", flush=True)
         if name == FIDELITY:

@@ -16,7 +16,7 @@ from hla_jax.attention.hla import HLA
 from hla_jax.attention.lla import LLA
 from hla_jax.attention.scheme import Attention, Scheme
 from hla_jax.calibration.calibrate import calibrate
-from hla_jax.config import ConfigError, OuroConfig
+from hla_jax.config import ConfigError, ModelConfig, OuroConfig
 from hla_jax.data import pipeline
 from hla_jax.data.pipeline import Source
 from hla_jax.evaluation.memory import Memory, cache_memory
@@ -149,12 +149,14 @@ def commands(model: Model, directory: pathlib.Path, torch_code: bool) -> list[st
     if torch_code:
         lines += [f'PyTorch: AutoModelForCausalLM.from_pretrained("{directory}", trust_remote_code=True)']
     flags = vllm_flags(model.attention.scheme, model.config)
+    if not isinstance(model.config, OuroConfig):
+        return [*lines, "vLLM:    has Ouro, not this family"]
     if flags is None:
         return [*lines, "vLLM:    has the full cache, HLA and LLA that keeps latents only, not this scheme"]
     return [*lines, f"vLLM:    {shlex.join(['vllm', 'serve', str(directory), *flags])}"]
 
 
-def vllm_flags(scheme: Scheme, config: OuroConfig) -> Sequence[str] | None:
+def vllm_flags(scheme: Scheme, config: ModelConfig) -> Sequence[str] | None:
     """Flags that `vllm serve` needs for a scheme; None: it is not served (`serving/vllm/limits.py`)."""
     if scheme == FullCache():
         return ()

@@ -22,13 +22,13 @@ from hla_jax.attention.full import FullCache
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention, Maps, Scheme
 from hla_jax.banner import banner
-from hla_jax.config import ConfigError, OuroConfig, read_json
+from hla_jax.config import ConfigError, ModelConfig, read_json
 from hla_jax.data.supervised import conversations, make_batch, single_rows
 from hla_jax.evaluation import answers, finetune_report
 from hla_jax.evaluation.answers import Rows
 from hla_jax.evaluation.schemes import FULL, HLA_PAPER
 from hla_jax.model import Model, load
-from hla_jax.models import ouro
+from hla_jax.models.stages import Params
 from hla_jax.recipes.workdir import check_reload, claim
 from hla_jax.serving.export import export
 from hla_jax.sharding import MeshConfig
@@ -93,7 +93,7 @@ def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
       DataError: conversations that cannot be read.
       WeightsError: the reloaded export does not give the same tokens.
     """
-    mesh = job.mesh.make() if job.mesh else None
+    mesh = sharding.of_job(job.mesh)
     model = load(job.model, job.dtype, mesh)
     if HLA_PAPER in job.caches and not isinstance(model.attention.scheme, HLA):
         found = type(model.attention.scheme).__name__
@@ -192,7 +192,7 @@ def score(job: Job, model: Model, attention: Attention, rows: Rows) -> dict[str,
 
 @functools.partial(jax.jit, static_argnames=("config", "scheme", "repetitions"))
 def _hidden(
-    params: ouro.Params, maps: Maps, config: OuroConfig, scheme: Scheme, repetitions: int, rows: dict[str, Array]
+    params: Params, maps: Maps, config: ModelConfig, scheme: Scheme, repetitions: int, rows: dict[str, Array]
 ) -> Float[Array, "B S d"]:
     """As training computes them."""
     tokens, segments = rows["tokens"], rows["segments"]

@@ -17,7 +17,7 @@ from hla_jax import attention_files, tensor_files
 from hla_jax.attention import registry
 from hla_jax.attention.scheme import Scheme
 from hla_jax.calibration.random import random_maps
-from hla_jax.config import ConfigError, OuroConfig, read_json
+from hla_jax.config import ConfigError, ModelConfig, OuroConfig, read_json
 from hla_jax.evaluation import cost, served
 from hla_jax.evaluation.schemes import FULL, HLA_PAPER, LLA_PAPER, papers_schemes
 from hla_jax.evaluation.served_report import write_report
@@ -125,14 +125,14 @@ def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
 class Served:
     """What one cache takes."""
 
-    config: OuroConfig
+    config: ModelConfig
     scheme: Scheme
 
     @classmethod
     def of(cls, directory: pathlib.Path) -> Served:
         """Of an export."""
         scheme = registry.from_entries(attention_files.read_attention(directory))
-        return cls(OuroConfig.from_directory(attention_files.base_directory(directory)), scheme)
+        return cls(ModelConfig.from_directory(attention_files.base_directory(directory)), scheme)
 
     def nbytes(self, context: int, dtype: str) -> int:
         """Of one sequence's cache, by `docs/schemes.md`."""
@@ -147,7 +147,9 @@ class Served:
 def write_exports(job: Job, workdir: pathlib.Path) -> dict[str, pathlib.Path]:
     """name -> a directory to serve. Random maps are written where they are not yet."""
     base = attention_files.base_directory(attention_files.local_directory(job.model))
-    config = OuroConfig.from_directory(base)
+    config = ModelConfig.from_directory(base)
+    if not isinstance(config, OuroConfig):
+        raise ConfigError(f"--model: vLLM has Ouro here, found model_type {config.model_type!r} in {base}")
     papers = papers_schemes(config)
     caches = job.caches if job.caches is not None else {name: papers[name] for name in (HLA_PAPER, LLA_PAPER)}
     if entries := attention_files.read_attention(base):

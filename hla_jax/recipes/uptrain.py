@@ -87,7 +87,7 @@ def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
       SchemeError: the scheme does not fit the model.
       WeightsError: the reloaded export does not give the same tokens.
     """
-    mesh = job.mesh.make() if job.mesh else None
+    mesh = sharding.of_job(job.mesh)
     model = load(job.model, job.dtype, mesh)
     job.scheme.check(model.config)
     # A run may continue on other devices.

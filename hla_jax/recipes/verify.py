@@ -20,7 +20,7 @@ from hla_jax.analysis.verification import CHECKS, PUBLISHED, WITHOUT_DATA, Row, 
 from hla_jax.attention.full import FullCache
 from hla_jax.attention.scheme import Attention
 from hla_jax.banner import banner
-from hla_jax.config import read_json
+from hla_jax.config import ConfigError, OuroConfig, read_json
 from hla_jax.data import pipeline
 from hla_jax.data.pipeline import Source
 from hla_jax.evaluation.markdown import table
@@ -78,11 +78,16 @@ def run(
       The numbers of all finished checks with their verdicts.
 
     Raises:
-      ConfigError: `workdir` belongs to another job, or cannot be written.
+      ConfigError: the model is no Ouro, or `workdir` belongs to another job or cannot be written.
     """
     claim(workdir, dataclasses.asdict(job))
     print(banner(title, mesh=mesh, dtype=job.dtype, dtype_reason="--dtype", attention="jnp", attention_reason="exact"))
     model = load(job.model, job.dtype, mesh)
+    if not isinstance(model.config, OuroConfig):
+        raise ConfigError(
+            f"{job.model}: the published numbers are of Ouro, found model_type {model.config.model_type!r}; "
+            "experiments.analyze measures any model"
+        )
     known = released(model.config, job.model)
     result_file = lambda name: workdir / f"{name}.json"
     missing = [name for name in names if not result_file(name).exists()]

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from hla_jax import attention_files, tensor_files
 from hla_jax.attention.scheme import Attention, Scheme
-from hla_jax.config import ConfigError, OuroConfig, read_json
+from hla_jax.config import ConfigError, ModelConfig, read_json
 from hla_jax.generation.generate import generate
 from hla_jax.model import Model, load
 from hla_jax.tensor_files import WeightsError
@@ -62,7 +62,7 @@ def exported(path: str) -> str:
 def kept_maps(
     directory: pathlib.Path,
     scheme: Scheme,
-    config: OuroConfig,
+    config: ModelConfig,
     make: Callable[[], Attention],
     mesh: Mesh | None = None,
 ) -> Attention:
@@ -71,7 +71,7 @@ def kept_maps(
     Several processes make them together, and the first writes them.
     """
     if scheme.map_shapes(config) and not directory.exists():
-        pending = attention_files.pending_maps(scheme.interchange, make().params)
+        pending = attention_files.pending_maps(config, scheme.interchange, make().params)
         if jax.process_index() == 0:
             with tensor_files.new_directory(directory) as partial:
                 tensor_files.write_tensors(partial, pending)
@@ -79,15 +79,13 @@ def kept_maps(
     return read_maps(directory, scheme, config, mesh)
 
 
-def read_maps(directory: pathlib.Path, scheme: Scheme, config: OuroConfig, mesh: Mesh | None = None) -> Attention:
+def read_maps(directory: pathlib.Path, scheme: Scheme, config: ModelConfig, mesh: Mesh | None = None) -> Attention:
     """A scheme with its maps from `directory`. Raises `WeightsError` where they are not there, or do not fit."""
     if not (shapes := scheme.map_shapes(config)):
         return Attention(scheme)
     return Attention(
         scheme,
-        attention_files.load_maps(
-            directory, scheme.interchange, shapes, config.num_layers, None, mesh, scheme.map_axes()
-        ),
+        attention_files.load_maps(directory, config, scheme.interchange, shapes, None, mesh, scheme.map_axes()),
     )
 
 

@@ -10,6 +10,7 @@ from hla_jax import attention_files, tensor_files
 from hla_jax.attention import registry
 from hla_jax.attention.eviction import Evicted
 from hla_jax.attention.scheme import Attention, Scheme
+from hla_jax.config import HuginnConfig, ModelConfig, OuroConfig
 from hla_jax.model import Model
 from hla_jax.models import weights
 
@@ -27,6 +28,12 @@ _COPIED = (
 
 _TORCH = pathlib.Path(__file__).with_name("torch")
 _TORCH_SCHEMES = ("full_cache", "hla", "lla")
+_TORCH_FAMILIES: dict[type[ModelConfig], tuple[str, str]] = {
+    OuroConfig: ("ouro", "OuroConfig"),
+    HuginnConfig: ("huginn", "RavenConfig"),
+}
+"""How a family's files end, and its class of sizes; those that begin with `looped` are of all."""
+_SUFFIX = "ForCausalLM"
 
 
 class ExportError(ValueError):
@@ -67,12 +74,12 @@ def export(
     config = model.config.to_dict(weights.stored_dtype(model.params))
     config |= _scheme_entry(model, attention)
     if torch_code:
-        config |= _torch_entry(attention, config["architectures"][0])
+        config |= _torch_entry(model.config, attention, config["architectures"][0])
     tensors = weights.pending_params(model.params, model.config)
     if maps_only:
         config |= {attention_files.BASE: _base_entry(model, tensors, attention, target, base_id)}
         tensors = {}
-    tensors |= attention_files.pending_maps(attention.scheme.interchange, attention.params)
+    tensors |= attention_files.pending_maps(model.config, attention.scheme.interchange, attention.params)
     replace = overwrite and target.exists() and any(target.iterdir())
     if replace and not _is_export(target):
         raise ExportError(f"{target}: overwrite replaces earlier exports only; its config.json has no scheme's entry")
@@ -83,7 +90,8 @@ def export(
             if model.path is not None and (model.path / name).is_file():
                 shutil.copyfile(model.path / name, partial / name)
         if torch_code:
-            for file in _TORCH.glob("*.py"):
+            family, _ = _TORCH_FAMILIES[type(model.config)]
+            for file in (*_TORCH.glob("looped_*.py"), *_TORCH.glob(f"*_{family}.py")):
                 shutil.copyfile(file, partial / file.name)
 
 
@@ -98,7 +106,9 @@ def _scheme_entry(model: Model, attention: Attention) -> dict[str, object]:
         if expected.get(key) != found.get(key):
             raise ExportError(f"map {key}: the scheme implies shape {expected.get(key)}, found {found.get(key)}")
     kind = registry.SCHEMES[scheme.interchange].__name__
-    return {"architectures": [f"Ouro{kind if kind != 'FullCache' else ''}ForCausalLM"], **entries}
+    # OuroForCausalLM with HLA is OuroHLAForCausalLM.
+    stem = model.config.architecture.removesuffix(_SUFFIX)
+    return {"architectures": [f"{stem}{kind if kind != 'FullCache' else ''}{_SUFFIX}"], **entries}
 
 
 def check_torch(scheme: Scheme) -> None:
@@ -110,13 +120,14 @@ def check_torch(scheme: Scheme) -> None:
         )
 
 
-def _torch_entry(attention: Attention, architecture: str) -> dict[str, object]:
+def _torch_entry(config: ModelConfig, attention: Attention, architecture: str) -> dict[str, object]:
     """Where transformers finds the classes of a directory that brings its own code."""
     check_torch(attention.scheme)
+    family, sizes = _TORCH_FAMILIES[type(config)]
     return {
         "auto_map": {
-            "AutoConfig": "configuration_ouro.OuroConfig",
-            "AutoModelForCausalLM": f"modeling_ouro.{architecture}",
+            "AutoConfig": f"configuration_{family}.{sizes}",
+            "AutoModelForCausalLM": f"modeling_{family}.{architecture}",
         }
     }
 

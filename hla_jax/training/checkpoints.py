@@ -20,6 +20,8 @@ from jax import Array
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
+from hla_jax import compat
+
 if TYPE_CHECKING:
     from jaxtyping import PyTree, UInt32
 
@@ -59,6 +61,7 @@ class Checkpoints:
         self._checkpointer = ocp.training.Checkpointer(
             self.directory, preservation_policy=preserve, cleanup_tmp_directories=True
         )
+        compat.without_preemption(self._checkpointer)
 
     @property
     def steps(self) -> list[int]:

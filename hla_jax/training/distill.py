@@ -18,15 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from hla_jax.attention.outer import whole
 from hla_jax.attention.scheme import Attention, Cache, Scheme, Transform
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.data import pipeline
 from hla_jax.data.packing import BatchConfig
 from hla_jax.data.pipeline import Source
 from hla_jax.model import Model
-from hla_jax.models import ouro
+from hla_jax.models import layers, looped
 from hla_jax.models.layers import accumulation_dtype, linear
-from hla_jax.models.ouro import LayerInputs, Stage
+from hla_jax.models.stages import Attend, LayerInputs, Params, Stage
 from hla_jax.training import loop
 from hla_jax.training.checkpoints import Checkpoints
 from hla_jax.training.loop import LoopConfig
@@ -129,14 +130,14 @@ def train(
     return Attention(scheme, best.params if reached <= started else attention.params)
 
 
-def make_loss(scheme: Scheme, config: OuroConfig, output_weight: float) -> Loss:
+def make_loss(scheme: Scheme, config: ModelConfig, output_weight: float) -> Loss:
     """KL(teacher || student) of the next-token distributions, in nats, and `output_weight` times the mean over layers
     and loops of |o_student - o|^2 / |o|^2, o after o_proj: a loss of the maps; the constants are the frozen weights.
 
     Tokens of segment 0 are padding and do not count.
     """
 
-    def loss(params: Maps, batch: Batch, rng: Array, constants: ouro.Params) -> tuple[Array, tuple[Array, Metrics]]:
+    def loss(params: Maps, batch: Batch, rng: Array, constants: Params) -> tuple[Array, tuple[Array, Metrics]]:
         counted = batch["segments"] > 0
         kl, errors = divergence(scheme, config, params, constants, batch["tokens"], counted)
         by_loop = {f"error/loop{number + 1}": error for number, error in enumerate(errors)}
@@ -149,22 +150,22 @@ def make_loss(scheme: Scheme, config: OuroConfig, output_weight: float) -> Loss:
 
 def divergence(
     scheme: Scheme,
-    config: OuroConfig,
+    config: ModelConfig,
     maps: Maps,
-    params: ouro.Params,
+    params: Params,
     tokens: Int[Array, "B S"],
     counted: Bool[Array, "B S"],
 ) -> tuple[Float[Array, ""], Float[Array, " T"]]:
     """KL of the logits, and relative squared error of the attention output at every loop, averaged over layers."""
     batch, length = tokens.shape
     dtype = params["embed_tokens"].dtype
-    transform = scheme.swapped(config, maps, batch, length, dtype)
+    transform = whole(config, scheme).swapped(config, maps, batch, length, dtype)
     weights = counted.astype(accumulation_dtype(dtype))
     weights = weights / jnp.maximum(jnp.sum(weights), 1)
     heads = config.num_heads * config.head_dim
     outputs = jnp.zeros((config.num_loops, config.num_layers, batch, length, heads), dtype)
 
-    def noting(attend: ouro.Attend) -> ouro.Attend:
+    def noting(attend: Attend) -> Attend:
         def attend_and_note(state: Any, inputs: LayerInputs) -> tuple[Array, Any]:
             out, inner = attend(state[0], inputs)
             flat = jax.lax.stop_gradient(out).reshape(batch, length, heads)
@@ -172,11 +173,11 @@ def divergence(
 
         return attend_and_note
 
-    teacher, (state, outputs) = ouro.run(params, config, tokens, _around(transform, noting), (transform.state, outputs))
+    teacher, (state, outputs) = looped.run(params, config, tokens, *_around(transform, noting, outputs))
     student_pass = transform.finish(state)
     assert not isinstance(student_pass, Cache)
 
-    def comparing(attend: ouro.Attend) -> ouro.Attend:
+    def comparing(attend: Attend) -> Attend:
         def attend_and_compare(state: Any, inputs: LayerInputs) -> tuple[Array, Any]:
             out, inner = attend(state[0], inputs)
             project = lambda heads: linear(heads, params["layers"]["o_proj"][inputs.layer]).astype(weights.dtype)
@@ -188,14 +189,12 @@ def divergence(
         return attend_and_compare
 
     errors = jnp.zeros(config.num_loops, weights.dtype)
-    student, (_, errors) = ouro.run(
-        params, config, tokens, _around(student_pass, comparing), (student_pass.state, errors), remat=True
-    )
+    student, (_, errors) = looped.run(params, config, tokens, *_around(student_pass, comparing, errors), remat=True)
     return logits_divergence(params, teacher, student, weights), errors
 
 
 def logits_divergence(
-    params: ouro.Params,
+    params: Params,
     teacher: Float[Array, "B S d"],
     student: Float[Array, "B S d"],
     weights: Float[Array, "B S"],
@@ -204,7 +203,7 @@ def logits_divergence(
 
     @jax.checkpoint
     def block(total: Array, xs: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        exact, other = (jax.nn.log_softmax(ouro.logits(params, hidden)) for hidden in xs[:2])
+        exact, other = (jax.nn.log_softmax(layers.logits(params, hidden)) for hidden in xs[:2])
         kl = jnp.sum(jnp.exp(exact) * (exact - other), axis=-1)
         return total + jnp.sum(xs[2] * kl), None
 
@@ -222,5 +221,18 @@ def logits_divergence(
     return jax.lax.scan(block, jnp.zeros((), weights.dtype), blocks)[0]
 
 
-def _around(transform: Transform, wrap: Any) -> list[Stage]:
-    return [stage._replace(attend=wrap(stage.attend)) for stage in transform.stages]
+def _around(
+    transform: Transform, wrap: Callable[[Attend], Attend], beside: Array
+) -> tuple[list[Stage], tuple[Any, Array], Attend | None]:
+    """Stages, state and outer attention of a transform with `beside` in the state: `wrap` of a loop's attention sees
+    it.
+    """
+    outer = transform.outer
+
+    def attend_outer(state: tuple[Any, Array], inputs: LayerInputs) -> tuple[Array, tuple[Any, Array]]:
+        assert outer is not None
+        out, inner = outer(state[0], inputs)
+        return out, (inner, state[1])
+
+    stages = [stage._replace(attend=wrap(stage.attend)) for stage in transform.stages]
+    return stages, (transform.state, beside), attend_outer if outer else None

@@ -22,8 +22,9 @@ from hla_jax import sharding
 from hla_jax.attention.scheme import Attention
 from hla_jax.data.supervised import ChatBatches, ChatSource, PackedConversations, conversations
 from hla_jax.model import Model
-from hla_jax.models import ouro, weights
+from hla_jax.models import weights
 from hla_jax.models.layers import accumulation_dtype
+from hla_jax.models.stages import Params
 from hla_jax.training import loop, lora, two_pass
 from hla_jax.training.loop import LoopConfig
 from hla_jax.training.lora import ALL_WEIGHTS, Lora
@@ -161,7 +162,7 @@ def placed(initial: Trained, model: Model, attention: Attention, mesh: Mesh) -> 
     return {"lora": jax.tree.map(lambda _: sharding.replicated(mesh), initial["lora"]), "maps": maps}
 
 
-def merged(trained: Trained, frozen: ouro.Params, low_rank: Lora, dtype: jnp.dtype) -> Trained:
+def merged(trained: Trained, frozen: Params, low_rank: Lora, dtype: jnp.dtype) -> Trained:
     """{"base", "maps"} as a pass computes with them: the base, with its low-rank updates, in `dtype`; maps in float32.
 
     `frozen` is the base below low-rank updates.
@@ -177,7 +178,7 @@ def make_loss(loss: Loss, low_rank: Lora, dtype: jnp.dtype) -> Loss:
     """
 
     def of_trained(
-        params: Trained, batch: dict[str, Array], rng: Array, constants: ouro.Params | None
+        params: Trained, batch: dict[str, Array], rng: Array, constants: Params | None
     ) -> tuple[Array, tuple[Array, Metrics]]:
         return loss(merged(params, constants or {}, low_rank, dtype), batch, rng, None)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
+import os
 import pathlib
 import signal
 import statistics
@@ -125,7 +127,7 @@ def run(
                 bar.update()
 
                 last = now == config.steps
-                stopped = signals.received(now)
+                stopped = signals.received()
                 line: dict[str, float] = {}
                 if last or now % config.log_every == 0:
                     line = monitor.check()
@@ -142,7 +144,7 @@ def run(
                     monitor.check()  # a state whose loss is not finite must not become the last good checkpoint
                 if last or stopped or (now % config.save_every == 0 and not monitor.alarmed):
                     checkpoints.save(now, state, batches.get_state(), line)
-                if stopped and not last:
+                if stopped:
                     checkpoints.wait()
                     message = (
                         f"stopped by {stopped.name} after step {now}; saved, the same command continues from there"
@@ -216,16 +218,23 @@ class _Monitor:
 
 
 class _Signals:
-    """Turns SIGTERM and SIGINT into a request that the loop sees between steps; a second SIGINT interrupts at once."""
+    """Turns SIGTERM and SIGINT into a request that the loop sees between steps; a second SIGINT interrupts at once.
+
+    With several processes JAX has SIGTERM: it lets all of them agree on the step after which they stop, whichever of
+    them was told to.
+    """
+
+    _steps = itertools.count(1)
+    """Steps of all runs of this process. A step agreed on may be another run's, where this one ends before it."""
 
     def __init__(self) -> None:
         self._received: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> _Signals:
-        # With several processes, JAX's own handler sees to it that all of them stop at the same step.
-        if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+        if threading.current_thread() is threading.main_thread():
+            alone = jax.process_count() == 1
+            for number in (signal.SIGTERM, signal.SIGINT) if alone else (signal.SIGINT,):
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -239,8 +248,11 @@ class _Signals:
         if number == signal.SIGINT and self._received is not None:
             raise KeyboardInterrupt
         self._received = signal.Signals(number)
+        if jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    def received(self, step: int) -> signal.Signals | None:
-        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
-            return signal.SIGTERM
-        return self._received
+    def received(self) -> signal.Signals | None:
+        """The signal after which to stop now. Called once a step."""
+        if jax.process_count() == 1:
+            return self._received
+        return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(next(self._steps)) else None

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from hla_jax.models import ouro
 from hla_jax.models.layers import accumulation_dtype
+from hla_jax.models.stages import Params
 
 if TYPE_CHECKING:
     from jaxtyping import PRNGKeyArray
@@ -49,7 +49,7 @@ class Lora:
 ALL_WEIGHTS = Lora(rank=0, alpha=16.0)
 
 
-def init(lora: Lora, params: ouro.Params, key: PRNGKeyArray) -> Updates:
+def init(lora: Lora, params: Params, key: PRNGKeyArray) -> Updates:
     """Updates that change nothing yet, in float32: A normal with variance 1 / inputs, B zero."""
 
     def start(key: Array, matrix: Array) -> dict[str, Array]:
@@ -62,7 +62,7 @@ def init(lora: Lora, params: ouro.Params, key: PRNGKeyArray) -> Updates:
     return {name: start(key, params["layers"][name]) for key, name in zip(keys, lora.targets)}
 
 
-def merge(lora: Lora, params: ouro.Params, updates: Updates) -> ouro.Params:
+def merge(lora: Lora, params: Params, updates: Updates) -> Params:
     """The parameters with the updates added, each sum rounded once to the parameter's dtype."""
 
     def merged(name: str, update: dict[str, Array]) -> Array:

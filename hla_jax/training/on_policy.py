@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from hla_jax.attention.scheme import Attention
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.generation import decode
 from hla_jax.generation.sampling import Sampling, request_keys
 from hla_jax.model import Model
-from hla_jax.models import ouro
+from hla_jax.models.stages import Params
 from hla_jax.training.distill import Batch, DistillConfig, Maps, train
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def refine(
 
 
 def roll_out(
-    params: ouro.Params,
-    config: OuroConfig,
+    params: Params,
+    config: ModelConfig,
     attention: Attention,
     batch: Batch,
     step: Int[Array, ""],

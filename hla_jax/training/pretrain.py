@@ -1,24 +1,29 @@
-"""Pretraining a small Ouro from scratch on the curriculum of `data.curriculum`.
+"""Pretraining a small looped model from scratch on the curriculum of `data.curriculum`.
 
-The loss is the cross-entropy of the last loop's logits, plus a tenth of each earlier loop's, plus the exit gate's own.
-The gate sees detached hidden states and losses: it minimises the expected loss over where it stops, less a reward for
-entropy, and so learns when another loop pays. Matrices are updated by Muon, everything else by Adam.
+Ouro's loss is the cross-entropy of the last loop's logits, plus a tenth of each earlier loop's, plus the exit gate's
+own. The gate sees detached hidden states and losses: it minimises the expected loss over where it stops, less a reward
+for entropy, and so learns when another loop pays. Huginn's is the cross-entropy after a random number of steps.
+Matrices are updated by Muon, everything else by Adam.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, Key
 
-from hla_jax.attention.full import exact_stages
-from hla_jax.config import OuroConfig
+from hla_jax.attention.full import exact_pass
+from hla_jax.config import HuginnConfig, OuroConfig
 from hla_jax.data.curriculum import Stage
-from hla_jax.models import ouro, weights
+from hla_jax.models import layers, ouro, weights
+from hla_jax.models.huginn import initial_state
+from hla_jax.models.stages import Params
 from hla_jax.training import step
 
 
@@ -35,10 +40,11 @@ class Recipe:
       warmup_steps: at the start of training, linear.
       early_loops: weight of each loop's loss but the last's.
       exit_entropy: weight of the exit distribution's entropy in the gate's loss.
+      num_steps: of Huginn, the numbers of steps of which every batch draws one; none for the model's own.
       evaluate_every, save_every: steps between two.
     """
 
-    model: OuroConfig
+    model: OuroConfig | HuginnConfig
     stages: tuple[Stage, ...]
     seed: int = 0
     muon_learning_rate: float = 0.02
@@ -46,6 +52,7 @@ class Recipe:
     warmup_steps: int = 20
     early_loops: float = 0.1
     exit_entropy: float = 0.1
+    num_steps: tuple[int, ...] = ()
     evaluate_every: int = 100
     save_every: int = 50
 
@@ -53,28 +60,58 @@ class Recipe:
 def init(recipe: Recipe) -> step.TrainState:
     """The state before the first update.
 
-    A token's identity must survive 2 L T residual additions: hence large embeddings and small post-norm gains.
+    In Ouro a token's identity must survive 2 L T residual additions: hence large embeddings and small post-norm gains.
+    Huginn's core is given it anew at every step.
     """
-    params = weights.init_params(recipe.model, jax.random.key(recipe.seed), embedding_std=1.0, post_norm_gain=0.3)
+    of_ouro = {"embedding_std": 1.0, "post_norm_gain": 0.3}
+    start: dict[str, Any] = {} if isinstance(recipe.model, HuginnConfig) else of_ouro
+    params = weights.init_params(recipe.model, jax.random.key(recipe.seed), **start)
     return step.init(params, optimizer(recipe), recipe.seed)
 
 
 def make_loss(recipe: Recipe) -> step.Loss:
     """The loss of one batch of `Curriculum.batch`, a mean over the labels' weights."""
     config = recipe.model
+    if isinstance(config, HuginnConfig):
+        return _after_random_steps(config, recipe.num_steps or (config.num_loops,))
 
     def loss(
-        params: ouro.Params, batch: dict[str, Array], rng: Key[Array, ""], constants: None
+        params: Params, batch: dict[str, Array], rng: Key[Array, ""], constants: None
     ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], step.Metrics]]:
-        stages = exact_stages(config, batch["positions"], batch["segments"])
-        hidden, _ = ouro.run(params, config, batch["tokens"], stages, None, every_loop=True)
+        read = batch["tokens"], batch["positions"], batch["segments"]
+        hidden = exact_pass(params, config, *read, every_loop=True)
         return of_hidden(recipe, params, hidden, batch)
 
     return loss
 
 
+def _after_random_steps(config: HuginnConfig, num_steps: Sequence[int]) -> step.Loss:
+    def after(
+        steps: int, params: Params, batch: dict[str, Array], key: Key[Array, ""]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        read = batch["tokens"], batch["positions"], batch["segments"]
+        # Every batch starts from states of its own: the model must not come to rely on the one that decoding draws.
+        ids = jax.random.randint(key, batch["tokens"].shape, 0, jnp.iinfo(jnp.int32).max)
+        initial = initial_state(config, ids, params["embed_tokens"].dtype)
+        hidden = exact_pass(params, config.with_steps(steps), *read, initial=initial)
+        total = jnp.sum(batch["weights"])
+        return jnp.sum(token_errors(params, hidden[None], batch["labels"])[0] * batch["weights"]) / total, total
+
+    def loss(
+        params: Params, batch: dict[str, Array], rng: Key[Array, ""], constants: None
+    ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], step.Metrics]]:
+        choice, key = jax.random.split(rng)
+        drawn = jax.random.randint(choice, (), 0, len(num_steps))
+        value, total = jax.lax.switch(
+            drawn, [functools.partial(after, steps) for steps in num_steps], params, batch, key
+        )
+        return value, (total, {"num_steps": jnp.asarray(num_steps)[drawn]})
+
+    return loss
+
+
 def of_hidden(
-    recipe: Recipe, params: ouro.Params, hidden: Float[Array, "T B S d"], batch: dict[str, Array]
+    recipe: Recipe, params: Params, hidden: Float[Array, "T B S d"], batch: dict[str, Array]
 ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], step.Metrics]]:
     """The loss from the hidden states after every loop, however attention made them."""
     errors = token_errors(params, hidden, batch["labels"])
@@ -92,14 +129,12 @@ def of_hidden(
     return value, (total, metrics)
 
 
-def token_errors(
-    params: ouro.Params, hidden: Float[Array, "T B S d"], labels: Int[Array, "B S"]
-) -> Float[Array, "T B S"]:
+def token_errors(params: Params, hidden: Float[Array, "T B S d"], labels: Int[Array, "B S"]) -> Float[Array, "T B S"]:
     """Cross-entropy of every loop's next-token distribution in nats; logits are held for one loop at a time."""
 
     @jax.checkpoint
     def one_loop(hidden: Float[Array, "B S d"]) -> Float[Array, "B S"]:
-        return optax.softmax_cross_entropy_with_integer_labels(ouro.logits(params, hidden), labels)
+        return optax.softmax_cross_entropy_with_integer_labels(layers.logits(params, hidden), labels)
 
     return jax.lax.map(one_loop, hidden)
 

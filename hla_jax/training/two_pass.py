@@ -24,13 +24,13 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from hla_jax.attention.full import FullCache, exact_stages
+from hla_jax.attention.full import FullCache, exact_outer, exact_pass, exact_stages
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Maps, Scheme
-from hla_jax.config import OuroConfig
-from hla_jax.models import ouro
+from hla_jax.config import ModelConfig
+from hla_jax.models import layers, looped
 from hla_jax.models.layers import accumulation_dtype
-from hla_jax.models.ouro import LayerInputs, Stage
+from hla_jax.models.stages import Attend, LayerInputs, Params, Stage
 from hla_jax.training.step import Loss, Metrics
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ Main = tuple[Array, Array]
 _LOGITS_BLOCK = 256
 
 
-def make_loss(scheme: Scheme, config: OuroConfig, repetitions: int = 0) -> Loss:
+def make_loss(scheme: Scheme, config: ModelConfig, repetitions: int = 0) -> Loss:
     """Cross-entropy in nats of the next token, averaged over the tokens of responses: a loss of {"base": parameters of
     the model, "maps": maps of the scheme}, all of which train. There are no constants.
 
@@ -89,10 +89,10 @@ def make_loss(scheme: Scheme, config: OuroConfig, repetitions: int = 0) -> Loss:
 
 
 def two_pass_hidden(
-    params: ouro.Params,
+    params: Params,
     maps: Maps,
     scheme: HLA,
-    config: OuroConfig,
+    config: ModelConfig,
     tokens: Int[Array, "B S"],
     response: Bool[Array, "B S"],
     segments: Int[Array, "B S"] | None = None,
@@ -128,28 +128,33 @@ def two_pass_hidden(
         return scheme.reading(config, maps, main, positions, segments, prompt)
 
     first_stages = exact_stages(config, positions, segments)
-    first = write_main(params, maps, scheme, config, tokens, positions, first_stages)
+    outer = exact_outer(config, positions, segments)
+    first = write_main(params, maps, scheme, config, tokens, positions, first_stages, outer)
     held_params, held_maps, start = jax.lax.stop_gradient((params, maps, first))
 
     def repeat(_: Array, main: Main) -> Main:
-        return write_main(held_params, held_maps, scheme, config, tokens, positions, under_rule(held_maps, main))
+        stages = under_rule(held_maps, main)
+        return write_main(held_params, held_maps, scheme, config, tokens, positions, stages, outer)
 
     last = jax.lax.fori_loop(0, repetitions, repeat, start)
     main = jax.tree.map(with_gradient_of, last, first)
-    return ouro.run(params, config, tokens, under_rule(maps, main), None, every_loop=every_loop, remat=True)[0]
+    last_stages = under_rule(maps, main)
+    return looped.run(params, config, tokens, last_stages, None, outer, every_loop=every_loop, remat=True)[0]
 
 
 def write_main(
-    params: ouro.Params,
+    params: Params,
     maps: Maps,
     scheme: HLA,
-    config: OuroConfig,
+    config: ModelConfig,
     tokens: Int[Array, "B S"],
     positions: Int[Array, "#B S"],
     stages: Sequence[Stage],
+    outer: Attend | None,
 ) -> Main:
     """The main latents that a pass writes (Eq. 2), as a cache stores them: summed over the loops in float32, the key
-    part rotated, in the dtype of the model. `stages` are those of the pass: they carry nothing.
+    part rotated, in the dtype of the model. `stages` and `outer` are those of the pass: they
+    carry nothing.
     """
     first, rest = stages[0].attend, stages[-1].attend
 
@@ -161,11 +166,16 @@ def write_main(
         part_k, part_v = scheme.write_rest(maps, inputs)
         return rest(None, inputs)[0], (add(sums[0], part_k), add(sums[1], part_v))
 
+    def attend_outside(sums: Main, inputs: LayerInputs) -> tuple[Array, Main]:
+        assert outer is not None
+        return outer(None, inputs)[0], sums
+
+    outside = attend_outside if outer else None
     dtype = params["embed_tokens"].dtype
     zeros = lambda rank: jnp.zeros((config.num_layers, *tokens.shape, rank), accumulation_dtype(dtype))
     writing = [Stage(range(1), attend_first), Stage(range(1, config.num_loops), attend_rest)]
     sums = zeros(scheme.rank_k), zeros(scheme.rank_v)
-    _, (keys, values) = ouro.run(params, config, tokens, writing, sums, remat=True)
+    _, (keys, values) = looped.run(params, config, tokens, writing, sums, outside, remat=True)
     rotated = jax.vmap(lambda layer: scheme.rotate_main(config, layer[:, :, None], positions)[:, :, 0])(keys)
     return rotated.astype(dtype), values.astype(dtype)
 
@@ -178,11 +188,10 @@ def with_gradient_of(value: Array, first: Array) -> Array:
 
 
 def exact_hidden(
-    params: ouro.Params, config: OuroConfig, tokens: Int[Array, "B S"], segments: Int[Array, "B S"] | None = None
+    params: Params, config: ModelConfig, tokens: Int[Array, "B S"], segments: Int[Array, "B S"] | None = None
 ) -> Float[Array, "B S d"]:
     """Normed hidden states of one exact pass: standard fine-tuning, and pass one."""
-    stages = exact_stages(config, segment_positions(tokens, segments), segments)
-    return ouro.run(params, config, tokens, stages, None, remat=True)[0]
+    return exact_pass(params, config, tokens, segment_positions(tokens, segments), segments, remat=True)
 
 
 def segment_positions(tokens: Int[Array, "B S"], segments: Int[Array, "B S"] | None) -> Int[Array, "#B S"]:
@@ -203,7 +212,7 @@ def predicted(response: Bool[Array, "B S"], segments: Int[Array, "B S"] | None =
 
 
 def next_token_errors(
-    params: ouro.Params, hidden: Float[Array, "B S d"], tokens: Int[Array, "B S"]
+    params: Params, hidden: Float[Array, "B S d"], tokens: Int[Array, "B S"]
 ) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
     """Cross-entropy of each token's successor in nats, and whether it is the most likely one; of the last token of a
     row, nothing that means anything. Logits exist for a block of tokens at a time.
@@ -211,7 +220,7 @@ def next_token_errors(
 
     @jax.checkpoint
     def one(token: tuple[Float[Array, "B d"], Int[Array, " B"]]) -> tuple[Array, Array]:
-        logits = ouro.logits(params, token[0])
+        logits = layers.logits(params, token[0])
         errors = optax.softmax_cross_entropy_with_integer_labels(logits, token[1])
         return errors, (jnp.argmax(logits, axis=-1) == token[1]).astype(errors.dtype)
 

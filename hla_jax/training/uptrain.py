@@ -24,7 +24,7 @@ from hla_jax.attention.capture import attention_inputs
 from hla_jax.attention.full import rotate_qk
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.scheme import Attention
-from hla_jax.config import OuroConfig
+from hla_jax.config import ModelConfig
 from hla_jax.data import pipeline
 from hla_jax.data.packing import BatchConfig, Lanes, Parts
 from hla_jax.data.pipeline import Source
@@ -33,9 +33,9 @@ from hla_jax.data.streams import DataError, Stream
 from hla_jax.kernels.attention_match import Fitted, Fixed
 from hla_jax.kernels.attention_match.api import attention_match
 from hla_jax.model import Model
-from hla_jax.models import ouro
+from hla_jax.models import layers
 from hla_jax.models.layers import accumulation_dtype
-from hla_jax.models.ouro import LayerInputs
+from hla_jax.models.stages import LayerInputs, Params
 from hla_jax.training import loop
 from hla_jax.training.loop import LoopConfig
 from hla_jax.training.optimizer import OptimizerConfig, adamw
@@ -174,7 +174,7 @@ def _uptrain(
     return Attention(scheme, state.params)
 
 
-def parts(scheme: HLA, model: OuroConfig, config: UptrainConfig, mesh: Mesh | None = None) -> dict[str, Part]:
+def parts(scheme: HLA, model: ModelConfig, config: UptrainConfig, mesh: Mesh | None = None) -> dict[str, Part]:
     """The loss of each part of a batch. Raises `ConfigError` where a micro-batch does not split over the mesh."""
     found = {SHORT: Part(make_loss(scheme, model, config.queries), config.micro_batches)}
     if config.long and config.long.batch_size:
@@ -184,7 +184,7 @@ def parts(scheme: HLA, model: OuroConfig, config: UptrainConfig, mesh: Mesh | No
     return found
 
 
-def short_rows(config: UptrainConfig, tokenizer: Any, model: OuroConfig, lane: tuple[int, int]) -> Stream[Batch]:
+def short_rows(config: UptrainConfig, tokenizer: Any, model: ModelConfig, lane: tuple[int, int]) -> Stream[Batch]:
     """Training rows of a lane (number, count)."""
     shape = dataclasses.replace(config.batches, batch_size=config.batches.batch_size // lane[1])
     return pipeline.batches(
@@ -192,7 +192,7 @@ def short_rows(config: UptrainConfig, tokenizer: Any, model: OuroConfig, lane: t
     )
 
 
-def long_rows(config: UptrainConfig, tokenizer: Any, model: OuroConfig, lane: tuple[int, int]) -> Stream[Batch]:
+def long_rows(config: UptrainConfig, tokenizer: Any, model: ModelConfig, lane: tuple[int, int]) -> Stream[Batch]:
     """The same of the long documents."""
     assert config.long is not None
     shape = config.long.shape(config.long.batch_size // lane[1])
@@ -250,7 +250,7 @@ def divergence_metrics(found: Divergence, prefix: str = "") -> dict[str, Array]:
     return {f"{prefix}kl": jnp.mean(found.kl), f"{prefix}error": jnp.mean(found.error), **by_loop}
 
 
-def make_loss(scheme: HLA, config: OuroConfig, queries: int | None = None, implementation: str | None = None) -> Loss:
+def make_loss(scheme: HLA, config: ModelConfig, queries: int | None = None, implementation: str | None = None) -> Loss:
     """Eq. 5 averaged over layers and loops, as a loss of the maps; the constants are the frozen weights.
 
     The gradient is taken layer by layer together with the value, so that only one layer's intermediates exist at a
@@ -266,11 +266,11 @@ def make_loss(scheme: HLA, config: OuroConfig, queries: int | None = None, imple
         return found, {name: sharding.constrain(g, *axes[name]) for name, g in gradient.items()}
 
     @jax.custom_vjp
-    def value(maps: Maps, params: ouro.Params, batch: Batch, index: Array) -> tuple[Array, Divergence]:
+    def value(maps: Maps, params: Params, batch: Batch, index: Array) -> tuple[Array, Divergence]:
         return jax.tree.map(_over_layers, _each_layer(fit, config, maps, params, batch, index))
 
     def value_and_gradient(
-        maps: Maps, params: ouro.Params, batch: Batch, index: Array
+        maps: Maps, params: Params, batch: Batch, index: Array
     ) -> tuple[tuple[Array, Divergence], Maps]:
         found, gradient = _each_layer(with_gradient, config, maps, params, batch, index)
         return jax.tree.map(_over_layers, found), jax.tree.map(lambda g: g / config.num_layers, gradient)
@@ -280,7 +280,7 @@ def make_loss(scheme: HLA, config: OuroConfig, queries: int | None = None, imple
 
     value.defvjp(value_and_gradient, scale)
 
-    def loss(params: Maps, batch: Batch, rng: Array, constants: ouro.Params) -> tuple[Array, tuple[Array, Metrics]]:
+    def loss(params: Maps, batch: Batch, rng: Array, constants: Params) -> tuple[Array, tuple[Array, Metrics]]:
         rows, length = batch["tokens"].shape
         index = all_queries(rows, length) if queries is None else random_queries(rng, rows, length, queries)
         found, by_loop = value(params, constants, batch, index)
@@ -307,9 +307,9 @@ def random_queries(rng: Key[Array, ""], batch: int, length: int, count: int) -> 
 
 def divergence(
     scheme: HLA,
-    config: OuroConfig,
+    config: ModelConfig,
     maps: Maps,
-    params: ouro.Params,
+    params: Params,
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"],
     segments: Int[Array, "B S"],
@@ -322,9 +322,9 @@ def divergence(
 
 def divergence_by_layer(
     scheme: HLA,
-    config: OuroConfig,
+    config: ModelConfig,
     maps: Maps,
-    params: ouro.Params,
+    params: Params,
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"],
     segments: Int[Array, "B S"],
@@ -343,13 +343,13 @@ _follow = jax.jit(divergence, static_argnames=("scheme", "config", "queries"))
 
 
 def _each_layer(
-    fit: Callable[..., Any], config: OuroConfig, maps: Maps, params: ouro.Params, batch: Batch, index: Int[Array, "B Q"]
+    fit: Callable[..., Any], config: ModelConfig, maps: Maps, params: Params, batch: Batch, index: Int[Array, "B Q"]
 ) -> Any:
     h = attention_inputs(params, config, batch["tokens"], batch["positions"], batch["segments"])
     counted = (jnp.take_along_axis(batch["segments"], index, axis=1) > 0).astype(accumulation_dtype(h.dtype))
     counted = counted / jnp.maximum(jnp.sum(counted), 1)
 
-    def one_layer(xs: tuple[Maps, ouro.Params, Array]) -> Any:
+    def one_layer(xs: tuple[Maps, Params, Array]) -> Any:
         maps, p, layer = xs
         # Taken out by its number: the captured states are too large to be laid out again with the layers first.
         mine = jax.lax.dynamic_index_in_dim(h, layer, axis=1, keepdims=False)
@@ -364,9 +364,9 @@ def _over_layers(x: Float[Array, "L ..."]) -> Float[Array, "..."]:
 
 def layer_divergence(
     scheme: HLA,
-    config: OuroConfig,
+    config: ModelConfig,
     maps: Maps,
-    p: ouro.Params,
+    p: Params,
     h: Float[Array, "T B S d"],
     positions: Int[Array, "B S"],
     segments: Int[Array, "B S"],
@@ -381,7 +381,7 @@ def layer_divergence(
     query_positions = jnp.take_along_axis(positions, index, axis=1)
     # The scheme's functions index maps by layer: give them a stack of one.
     stacked = {name: value[None] for name, value in maps.items()}
-    layer_inputs = lambda h, loop: LayerInputs(h, *ouro.project(p, config, h), loop, jnp.zeros((), jnp.int32))
+    layer_inputs = lambda h, loop: LayerInputs(h, *layers.project(p, config, h), loop, jnp.zeros((), jnp.int32))
     at_queries = lambda h: jnp.take_along_axis(h, index[:, :, None], axis=1)
 
     def match(inputs: LayerInputs, queries: LayerInputs, query: Array, latent_k: Array, latent_v: Array, read: Array):

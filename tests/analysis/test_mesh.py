@@ -2,6 +2,8 @@
 memory; and neither grows with the number of rows.
 """
 
+import pytest
+
 from eight_devices import on_eight_devices
 
 SCRIPT = """
@@ -59,5 +61,6 @@ print(held_alone, held_each, state)
 """
 
 
+@pytest.mark.long
 def test_eight_devices_share_the_rows(tmp_path):
     on_eight_devices(SCRIPT, tmp_path / "model")

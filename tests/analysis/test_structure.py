@@ -76,7 +76,7 @@ def test_effective_rank_of_one_direction_and_of_equal_ones(x64):
 def test_loops_that_are_alike_have_one_direction(data, x64):
     """The first loop's input in every loop: rank 1 of 3, whatever heads and layers do."""
     fit, *_ = data
-    measure = structure._Axis(CONFIG, "loops")
+    measure = structure._Axis(CONFIG, "loops", centred=False)
     h = np.repeat(fit.h[:, 0, :1].swapaxes(0, 1), 3, axis=0)
     projections = {name: fit.weights[kind][0] for kind, name in PROJECTIONS.items()}
     total = measure(h, np.ones(h.shape[1], bool), projections, np.zeros((3, 16)))

@@ -108,6 +108,7 @@ def made(model, rows, tmp_path, monkeypatch):
     return Bench(subject, SIZES, tmp_path / "work", str(tmp_path / "compared")), calls
 
 
+@pytest.mark.long
 def test_every_sweep_and_its_part_of_the_page(made, tmp_path, monkeypatch):
     bench, calls = made
     first = sweeps.window_sweep
@@ -173,4 +174,4 @@ def test_adding_a_cell_leaves_the_others_claims_alone():
     more_shared, more_own = dataclasses.replace(SIZES, windows=(0, 2, 4)).claims()
     assert shared == more_shared
     assert [name for name in own if own[name] != more_own[name]] == ["window_sweep"]
-    assert set(own) == set(SWEEPS)
+    assert set(own) == {*SWEEPS, "steps"}

@@ -114,6 +114,7 @@ def test_planted_faults_show(x64):
         assert np.abs(difference[:, 1:]).max() > 1e-3, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["full", "shared, window", "hla, window", "lla"])
 def test_a_budget_for_everything_changes_nothing(name, x64):
     attention, (params, tokens, new) = SCHEMES[name][0](), setting()

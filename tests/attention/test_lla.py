@@ -15,7 +15,7 @@ from hla_jax.config import OURO_1P4B, OURO_2P6B
 from hla_jax.generation import decode
 from hla_jax.generation.generate import decode_forced
 from hla_jax.model import Model, forward_swapped
-from tiny import random_maps, tiny_config, tiny_params, tiny_tokens
+from tiny import long_cases, random_maps, tiny_config, tiny_params, tiny_tokens
 
 CONFIG = tiny_config()
 LENGTH, PROMPT = 11, 4
@@ -32,29 +32,7 @@ def tokens():
     return tiny_tokens(CONFIG, 3, LENGTH)
 
 
-class AbsorbedStore(naive.TrajectoryStore):
-    """Scores content and position apart, as the absorbed mode's formula says."""
-
-    def read(self, i, j, loop, layer, q):
-        content = q
-        if "query_adapter" in self.maps:
-            content = np.einsum("he,hef->hf", q, self.maps["query_adapter"][layer, loop])
-        keys, values = (np.repeat(x, self.config.heads_per_kv, axis=0) for x in self.rebuilt(j, loop, layer))
-        loops = range(self.config.num_loops)
-        trajectory = np.concatenate([self.kv[j, each, layer][0] for each in loops], axis=-1)
-        rotary = np.einsum("ge,ger->gr", trajectory, self.maps["rope_down"][layer])
-        query = np.einsum("he,her->hr", q, self.maps["rope_query"][layer, loop])
-        position = np.sum(self.turn(query, i) * np.repeat(self.turn(rotary, j), self.config.heads_per_kv, axis=0), -1)
-        return (np.sum(content * keys, -1) + position) / self.config.head_dim**0.5, values
-
-    def turn(self, x: np.ndarray, position: int) -> np.ndarray:
-        """Pair p of [..., r], coordinates (p, p + r/2), by the frequency p mod (dh/2)."""
-        pairs, half = x.shape[-1] // 2, self.config.head_dim // 2
-        turn = np.exp(1j * position * self.config.rope_theta ** (-(np.arange(pairs) % half) / half))
-        z = (x[..., :pairs] + 1j * x[..., pairs:]) * turn
-        return np.concatenate([z.real, z.imag], axis=-1)
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("scheme", "passes"),
     [
@@ -67,11 +45,12 @@ def test_absorbed_decoding_is_the_formula(model, tokens, scheme, passes):
     """The mean's part of the score matters in the first pass only, where the token itself is read exactly."""
     attention = random_maps(scheme, CONFIG, "float64")
     logits = decode_forced(model, tokens[:1], PROMPT, attention)[0]
-    store = AbsorbedStore(CONFIG, attention.params)
+    store = naive.AbsorbedStore(CONFIG, attention.params)
     expected = naive.decode(model.params, CONFIG, store, tokens[0], PROMPT, passes=passes)
     np.testing.assert_allclose(logits, expected, atol=1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "scheme",
     [
@@ -104,7 +83,8 @@ SCHEMES = (
 
 
 @pytest.mark.parametrize(
-    "scheme", [LLA(9, 14), LLA(9, 14, rank_rope=4), LLA(9, 14, full_memory=True), LayerLatent(5, 9)]
+    "scheme",
+    [LLA(9, 14), *long_cases(LLA(9, 14, rank_rope=4), LLA(9, 14, full_memory=True), LayerLatent(5, 9))],
 )
 def test_a_request_does_not_depend_on_its_batch(model, tokens, scheme):
     """Prompts of different lengths, in one batch and each alone, whatever the padding holds."""
@@ -124,6 +104,7 @@ def test_a_request_does_not_depend_on_its_batch(model, tokens, scheme):
         np.testing.assert_allclose(together[row], alone, atol=1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", [LLA(9, 14), HeadLatent(9, 14), HLA(16, 8, 8, 2)])
 def test_maps_in_16_bits_are_close(scheme, tokens, quick_compile):
     model = Model(CONFIG, tiny_params(CONFIG))

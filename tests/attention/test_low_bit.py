@@ -18,7 +18,7 @@ from hla_jax.calibration.low_bit import GAUSSIAN_STEP
 from hla_jax.config import OURO_1P4B
 from hla_jax.generation import decode
 from hla_jax.model import Model, forward, forward_swapped
-from hla_jax.models.ouro import LayerInputs
+from hla_jax.models.stages import LayerInputs
 from tiny import tiny_config, tiny_params, tiny_tokens
 
 BITS = (8, 4, 2)
@@ -138,6 +138,7 @@ def test_swapping_reads_rebuilt_tokens(budget, first, quick_compile, x64):
     np.testing.assert_allclose(found[0], expected, atol=1e-10, rtol=0)
 
 
+@pytest.mark.long
 def test_more_bits_are_closer_to_exact(quick_compile):
     """With calibrated keys, on random weights, which amplify errors from loop to loop."""
     model, tokens = Model(CONFIG, tiny_params(CONFIG)), tiny_tokens(CONFIG, 4, 16)

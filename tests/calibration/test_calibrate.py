@@ -34,6 +34,7 @@ def test_agrees_with_the_oracle(name: str, dtype: str) -> None:
     )
 
 
+@pytest.mark.long
 def test_full_rank_is_exact(x64: None) -> None:
     config = tiny_config()
     model = Model(config, tiny_params(config, "float64"))
@@ -53,6 +54,7 @@ def measures(*loops: range) -> list[moments.Measure]:
     return [kind(tiny_config(), each) for each in loops for kind in (moments.KeyMoments, moments.ValueMoments)]
 
 
+@pytest.mark.long
 def test_moments_do_not_depend_on_batches_groups_or_padding(x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config()
     params = tiny_params(config, "float64")

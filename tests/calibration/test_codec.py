@@ -12,7 +12,7 @@ from hla_jax.calibration import moments, principal
 from hla_jax.calibration.calibrate import calibrate
 from hla_jax.generation.generate import decode_forced
 from hla_jax.model import Model, forward, forward_swapped
-from tiny import GOLDEN_MODELS, golden, tiny_config, tiny_params, tiny_tokens
+from tiny import GOLDEN_MODELS, golden, long_cases, tiny_config, tiny_params, tiny_tokens
 
 CONFIG = tiny_config()
 TRAJECTORY = CONFIG.num_loops * CONFIG.head_dim
@@ -45,7 +45,7 @@ def test_agrees_with_the_oracle(name: str, x64: None) -> None:
         np.testing.assert_allclose(span(found), span(truth.lla_maps), atol=2e-5)
 
 
-@pytest.mark.parametrize("name", FULL_RANK)
+@pytest.mark.parametrize("name", ["lla", *long_cases(*(name for name in FULL_RANK if name != "lla"))])
 def test_full_rank_is_exact(name: str, x64: None, quick_compile: None, tokens) -> None:
     model = Model(CONFIG, tiny_params(CONFIG, "float64"))
     attention = calibrate(model, FULL_RANK[name], np.asarray(tokens), "float64")
@@ -54,6 +54,7 @@ def test_full_rank_is_exact(name: str, x64: None, quick_compile: None, tokens) -
     np.testing.assert_allclose(forward_swapped(model, tokens, attention), exact, atol=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "scheme", [LLA(5, 7), LLA(9, 4, fold_heads=True, rank_rope=4), HeadLatent(5, 3), LayerLatent(6, 3, 2)]
 )
@@ -73,6 +74,7 @@ def test_streamed_directions_are_the_formed_ones(scheme: Codec, x64: None, monke
         np.testing.assert_allclose(span(streamed), span(formed), atol=1e-5)
 
 
+@pytest.mark.long
 def test_trajectories_are_laid_out_as_the_papers_say(x64: None) -> None:
     """Per head: loop, coordinate. Folded: head, loop, coordinate. In what a latent is written from, too."""
     model = Model(CONFIG, tiny_params(CONFIG, "float64"))

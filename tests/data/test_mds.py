@@ -1,14 +1,18 @@
 """MDS shards, written here byte by byte as their format says: every token arrives, and each fault is one error."""
 
+import dataclasses
 import itertools
 import json
 import struct
 
 import huggingface_hub
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 import hla_jax
+from configs.ouro_1p4b_hla import PHASE_2, PROLONG
 from hla_jax.data import pipeline
 from hla_jax.data.mds import Shards, open_token_documents
 from hla_jax.data.packing import BatchConfig
@@ -108,6 +112,64 @@ def test_a_source_of_a_mixture_in_windows(folder, tokenizer):
     assert (batch["segments"] == 1).all()
 
 
+def test_the_papers_mixtures_from_local_copies(tmp_path, tokenizer):
+    """Every named source of the paper's recipe, as a folder whose files have the hub's columns."""
+    lines = lambda tag, count: " ".join(f"{tag} {n} is {n * n} ." for n in range(count))
+    math, web, books = (tmp_path / name for name in ("math", "web", "long"))
+    for folder in (math, web):
+        folder.mkdir()
+    # The second row has no solution that was verified, the third's second one is.
+    verified = [[True, False], [False, False], [False, True], None]
+    solutions = [[lines(f"solution {row}{n}", 9) for n in (0, 1)] for row in range(4)]
+    same = ["x"] * 4
+    openr1 = {
+        "problem": [f"problem {row}" for row in range(4)],
+        **dict.fromkeys(("solution", "answer", "problem_type", "question_type", "source", "uuid"), same),
+        "is_reasoning_complete": [[True, True]] * 4,
+        "generations": solutions,
+        "correctness_math_verify": verified,
+        "correctness_llama": [None, [True, True], None, None],
+        "finish_reasons": [None] * 4,
+        "correctness_count": [1, 0, 1, 0],
+        "messages": [[{"content": "never read", "role": "user"}]] * 4,
+    }
+    pa.parquet.write_table(pa.table(openr1), math / "train-00000-of-00001.parquet")
+    fineweb = {
+        "text": [lines(f"web {row}", 9) for row in range(4)],
+        **dict.fromkeys(("id", "dump", "url", "file_path", "language"), same),
+        "language_score": [0.9] * 4,
+        "token_count": [9] * 4,
+        "score": [3.1] * 4,
+        "int_score": [3] * 4,
+    }
+    pa.parquet.write_table(pa.table(fineweb), web / "000_00000.parquet")
+    for name in ("book-65536", "thestackv1_concat_by_repo-65536"):
+        ids = [tokenizer(lines(f"{name} {row}", 60), add_special_tokens=False)["input_ids"] for row in range(3)]
+        write(books / name, [[(row, [[0, len(row)]]) for row in ids]])
+
+    local = {"open-r1/OpenR1-Math-220k": math, "HuggingFaceFW/fineweb-edu": web, PROLONG: books}
+
+    def moved(source: Source) -> Source:
+        ids_of = source.ids_of and str(hla_jax.NANO)
+        return dataclasses.replace(source, path=str(local[source.path]), ids_of=ids_of, held_out=0)
+
+    def read(sources: tuple[Source, ...], shape: BatchConfig, count: int) -> str:
+        rows = pipeline.batches(tuple(map(moved, sources)), tokenizer, shape, None, 1024, seed=0)
+        batches = list(itertools.islice(rows, count))
+        return "\n".join(tokenizer.decode(row[row > 0]) for batch in batches for row in batch["tokens"])
+
+    short = read(PHASE_2.sources, dataclasses.replace(PHASE_2.batches, batch_size=4), 8)
+    for row, n in ((0, 0), (2, 1)):
+        assert solutions[row][n] in short
+        assert f"problem {row}" in short
+    assert all(text in short for text in fineweb["text"])
+    for absent in (solutions[0][1], solutions[2][0], "problem 1", "problem 3", "never read"):
+        assert absent not in short
+    long = read(PHASE_2.long.sources, dataclasses.replace(PHASE_2.long.shape(2), length=512, min_tokens=512), 8)
+    assert "book-65536 0" in long
+    assert "thestackv1_concat_by_repo-65536 0" in long
+
+
 def test_faults_are_named(folder, tokenizer, monkeypatch):
     book = folder / "book"
     opened = lambda: open_token_documents(str(folder), "book", tokenizer)
@@ -135,9 +197,10 @@ def test_faults_are_named(folder, tokenizer, monkeypatch):
     def unreachable(*args, **kwargs):
         raise ConnectionError("Name or service not known")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(DataError, match=r"hub does not give book-65536/index.json.*--include 'book-65536/\*'"):
+    absent = r"^princeton-nlp/prolong-data-64K: no such local folder, and the hub does not give book-65536/index.json"
+    with pytest.raises(DataError, match=absent + r".*--include 'book-65536/\*'"):
         open_token_documents("princeton-nlp/prolong-data-64K", "book-65536", tokenizer)
     with pytest.raises(TokenizerError, match="owner/name: no such directory, and as a hub id"):
         tokenizer_of("owner/name")

@@ -36,6 +36,7 @@ def model(tmp_path_factory):
     return load(directory, "float32")
 
 
+@pytest.mark.long
 def test_completions_are_those_of_generate(model):
     prompts = ["amber=47\n?amber=", "plum=8\nfox=plum+5\n?fox="]
     found = dict(accuracy.complete(model, SCHEMES, prompts, 9))

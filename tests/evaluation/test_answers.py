@@ -38,6 +38,7 @@ def test_answers_are_counted_one_by_one():
     np.testing.assert_allclose(found.right, [0.5, 1])
 
 
+@pytest.mark.long
 def test_through_a_cache_that_loses_nothing_it_is_the_parallel_pass():
     """HLA within its window; without a window it differs. Batches do not divide the rows."""
     params, asked = tiny_params(CONFIG), rows()
@@ -50,6 +51,7 @@ def test_through_a_cache_that_loses_nothing_it_is_the_parallel_pass():
     assert np.abs(decoded(random_hla(CONFIG, 0)).cross_entropy - expected.cross_entropy).max() > 1e-3
 
 
+@pytest.mark.long
 def test_right_is_what_greedy_decoding_gives():
     model = hla_jax.Model(CONFIG, tiny_params(CONFIG), random_hla(CONFIG, 0))
     asked = rows()

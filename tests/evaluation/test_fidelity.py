@@ -104,6 +104,7 @@ def test_attention_divergence_is_that_of_uptraining(model, schemes, tokens):
     assert np.ptp(got.kl_by_layer, axis=0).min() > 1e-4
 
 
+@pytest.mark.long
 def test_one_pass_fills_every_cache_as_its_own_pass_would(model, schemes, tokens):
     lengths = jnp.asarray([18, 7, 1])
     fill = jax.jit(

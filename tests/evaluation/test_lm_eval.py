@@ -37,6 +37,7 @@ def ask(lm: HlaLM, kind: str, *arguments: tuple) -> list:
     return getattr(lm, kind)([Instance(kind, {}, args, number) for number, args in enumerate(arguments)])
 
 
+@pytest.mark.long
 def test_generation_is_the_engines(model):
     """Greedy, sampled and stopped; equal whatever the batch size."""
     prompts = ["def add(a, b):", "import os", "x = 1"]
@@ -101,6 +102,7 @@ def test_chat_template(model):
     assert lm.tokenizer_name.endswith("nano")
 
 
+@pytest.mark.long
 def test_simple_evaluate_on_local_tasks(model, tmp_path):
     """Choices and generation; the accuracies are those of the scores and texts that the model itself gives."""
     rows = [

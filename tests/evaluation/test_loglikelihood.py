@@ -35,6 +35,7 @@ def oracle(pair: Pair, logits) -> tuple[float, bool]:
     return sum(row[token] for row, token in zip(log, targets)), likeliest == targets
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("read", ["full", "decode", "swapped"])
 def test_equals_logits_one_by_one_whatever_the_batch(pairs, read):
     attention = Attention(FullCache()) if read == "full" else HLA
@@ -62,6 +63,7 @@ def test_equals_logits_one_by_one_whatever_the_batch(pairs, read):
         assert [one.greedy for one in found] == [greedy for _, greedy in expected]
 
 
+@pytest.mark.long
 def test_a_latent_cache_changes_what_is_read_of_a_context():
     """The first token is scored as exactly as the prompt was read; the second is read through the cache."""
     pair = Pair([5, 9, 30, 2, 17, 8, 3, 11], [4, 21])

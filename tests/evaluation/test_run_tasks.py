@@ -62,6 +62,7 @@ def model() -> Model:
     return Model(CONFIG, tiny_params(CONFIG), path=NANO)
 
 
+@pytest.mark.long
 def test_answers_are_written_as_they_come_and_resumed(model, tmp_path, monkeypatch):
     """A run that stops keeps what it wrote; the next asks the rest; and the answers are those of one run."""
     schemes = {FULL: Attention(FullCache()), "HLA": random_hla(CONFIG, 3)}

@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, AxisType
 from hla_jax import sharding
 from hla_jax.attention.full import exact_stages
 from hla_jax.evaluation.training_plan import flops
-from hla_jax.models import ouro, weights
+from hla_jax.models import looped, weights
 from hla_jax.training import uptrain
 from hla_jax.training.optimizer import OptimizerConfig, adamw
 from hla_jax.training.step import init, make_step
@@ -22,7 +22,7 @@ def count(function, *arguments) -> int:
 
 def forward(params, tokens):
     stages = exact_stages(CONFIG, jnp.arange(tokens.shape[1])[None])
-    return ouro.run(params, CONFIG, tokens, stages, None)[0]
+    return looped.run(params, CONFIG, tokens, stages, None)[0]
 
 
 def expected_forward(rows: int, length: int) -> int:

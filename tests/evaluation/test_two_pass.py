@@ -17,6 +17,7 @@ PROMPT, WINDOW = 6, 2
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 def test_a_repetition_reproduces_two_windows_and_tokens():
     """A response of 2 (W + 1) tokens: every procedure is closer to decoding than the one before, the last equals it."""

@@ -71,6 +71,7 @@ def test_maps_of_another_model_are_refused(base, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("quick_compile")
 def test_a_scheme_is_fitted(tmp_path):
     scheme = command_line.scheme("scheme", "LLA(rank_k=8, rank_v=8, fold_heads=True)")

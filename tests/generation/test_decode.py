@@ -17,7 +17,7 @@ from hla_jax.generation import decode
 from hla_jax.generation.sampling import Sampling, request_keys
 from hla_jax.model import Model, forward
 from hla_jax.models import weights
-from tiny import random_hla, tiny_config, tiny_params, tiny_tokens
+from tiny import long_cases, random_hla, tiny_config, tiny_params, tiny_tokens
 
 CAPACITY, NEW = 13, 4
 LENGTHS = jnp.asarray([9, 2, 6])
@@ -32,7 +32,7 @@ def attention_of(name: str, config, dtype: str) -> Attention:
     }[name]
 
 
-@pytest.mark.parametrize("scheme", ["full", "shared", "final-loop reuse", "hla"])
+@pytest.mark.parametrize("scheme", ["hla", *long_cases("full", "shared", "final-loop reuse")])
 def test_a_request_does_not_depend_on_its_batch(scheme, quick_compile, x64):
     """Prompts of different lengths, in one batch and each alone: the same logits, whatever the padding holds."""
     config = tiny_config()
@@ -58,6 +58,7 @@ def test_a_request_does_not_depend_on_its_batch(scheme, quick_compile, x64):
             np.testing.assert_allclose(together[row], exact[row, length - 1 : length + NEW], atol=1e-10, rtol=0)
 
 
+@pytest.mark.long
 def test_many_dispatches_equal_one(quick_compile):
     """Requests stop by their limits or a stop token; finished ones stay in the batch and change nothing."""
     config = tiny_config()

@@ -15,12 +15,13 @@ from hla_jax.attention.lla import LLA
 from hla_jax.attention.low_bit import LowBit
 from hla_jax.attention.scheme import Attention
 from hla_jax.generation import decode
+from hla_jax.generation import engine as engine_file
 from hla_jax.generation.engine import Engine, EngineMemoryError, QueueFullError, Request
 from hla_jax.generation.generate import Generation, generate
 from hla_jax.generation.text import TextStream
 from hla_jax.model import NANO, Model
 from hla_jax.tokenizer import load_tokenizer
-from tiny import random_hla, random_maps, tiny_config, tiny_params
+from tiny import long_cases, random_hla, random_maps, tiny_config, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -58,7 +59,7 @@ def engine_of(model: Model, slots: int = 3, **options) -> Engine:
     return Engine(model, slots=slots, capacity=64, **(dict(tokens_per_dispatch=4) | options))
 
 
-@pytest.mark.parametrize("scheme", ["full", "hla", "lla", "evicted", "low bits"])
+@pytest.mark.parametrize("scheme", ["hla", *long_cases("full", "lla", "evicted", "low bits")])
 def test_the_tokens_of_generate_alone_and_in_a_crowd(scheme):
     """Seven requests take turns in three slots, in two orders; then each has the engine for itself."""
     model = Model(CONFIG, PARAMS, attention_of(scheme))
@@ -73,6 +74,7 @@ def test_the_tokens_of_generate_alone_and_in_a_crowd(scheme):
         assert [made.tokens for made in engine.run([request])] == [tokens]
 
 
+@pytest.mark.long
 def test_every_request_has_settings_of_its_own(model):
     """Greedy, sampled and filtered requests, each with its own stop tokens, in one compiled step."""
     greedy = generate(model, PROMPTS[0], 9)[0].tokens
@@ -91,6 +93,7 @@ def test_every_request_has_settings_of_its_own(model):
     assert next(engine_of(own, slots=4).run(mix[:1])) == made[2]
 
 
+@pytest.mark.long
 def test_one_compile_a_shape(model, monkeypatch):
     traced = {"step": 0, "prefill_hidden": 0}
     for name in traced:
@@ -126,6 +129,64 @@ def test_a_dispatch_ends_when_a_slot_gets_free_that_somebody_waits_for(model, mo
     made = list(engine.run([Request([1], new, stop_tokens=()) for new in (20, 3, 3, 3)]))
     assert [len(one.tokens) for one in made] == [20, 3, 3, 3]
     assert len(dispatches) == 3  # of 2, 2 and 15 tokens
+
+
+@pytest.mark.parametrize(("waiting", "expected"), [(2, [2, 16, 16]), (1, [1, 16, 16, 16])])
+def test_a_dispatch_ends_when_an_eighth_of_the_slots_is_free(model, monkeypatch, waiting, expected):
+    """Of sixteen slots the first that gets free waits two tokens for the second, unless only one request waits."""
+    dispatches = count_calls(monkeypatch, "advance")
+    new = [12] * 14 + [2, 4] + [2] * waiting
+    made = list(engine_of(model, slots=16).run([Request([1], one, stop_tokens=()) for one in new]))
+    assert [len(one.tokens) for one in made] == new
+    # Of 3, 4 and 4 tokens, or of 1, 4, 4 and 2; each ends early when so many slots are free.
+    assert [int(args[-1]) for args in dispatches] == expected
+
+
+def test_prompts_are_read_by_eighths_of_the_slots_and_nobody_starves(model, monkeypatch):
+    """Requests bring others of their width along, wherever they wait; the one that waits longest is always next."""
+    reads = count_calls(monkeypatch, "prefill")
+    short, long = [5], LONG
+    prompts = [short, long, short, short, short, long, short]
+    engine = engine_of(model, slots=16)
+    made = list(engine.run([Request([n + 1, *prompt], n + 1, stop_tokens=()) for n, prompt in enumerate(prompts)]))
+    assert [len(one.tokens) for one in made] == [1, 2, 3, 4, 5, 6, 7]  # in order of submission
+    first_tokens = [np.asarray(tokens)[:, 0].tolist() for _, _, _, tokens, *_ in reads]
+    assert first_tokens == [[1, 3], [2, 6], [4, 5], [7, 0]]
+    assert [tokens.shape for _, _, _, tokens, *_ in reads] == [(2, 32), (2, 64), (2, 32), (2, 32)]
+
+    # One slot: the second request must not wait for the others.
+    reads.clear()
+    list(engine_of(model, slots=1).run([Request([n + 1, *prompt], 2) for n, prompt in enumerate(prompts)]))
+    assert [int(tokens[0, 0]) for _, _, _, tokens, *_ in reads] == [1, 2, 3, 4, 5, 6, 7]
+
+    # Long prompts have batches of fewer.
+    reads.clear()
+    monkeypatch.setattr(engine_file, "_PROMPT_TOKENS", 64)
+    list(engine_of(model, slots=16).run([Request(prompt, 2) for prompt in prompts]))
+    assert {tokens.shape for _, _, _, tokens, *_ in reads} == {(2, 32), (1, 64)}
+
+
+def test_a_prompt_is_read_to_the_same_bits_in_any_company(model, monkeypatch):
+    """Prompts of two widths, in several orders, so that each has other neighbours or none."""
+    seen: dict[tuple[int, ...], set[bytes]] = {}
+    function = decode.prefill
+
+    def noting(*args):
+        logits, cache = function(*args)
+        for row, (tokens, length) in enumerate(zip(np.asarray(args[3]), np.asarray(args[4]))):
+            seen.setdefault(tuple(tokens[:length].tolist()), set()).add(np.asarray(logits[row]).tobytes())
+        return logits, cache
+
+    monkeypatch.setattr(decode, "prefill", noting)
+    engine = engine_of(model, slots=16)
+    mix = requests([*PROMPTS[:6], LONG, LONG[::-1]])
+    expected = [made.tokens for made in engine.run(mix)]
+    assert [made.tokens for made in engine.run(mix[::-1])] == expected[::-1]
+    for request, tokens in zip(mix, expected):
+        assert [made.tokens for made in engine.run([request])] == [tokens]
+    del seen[(0,)]  # nobody's
+    assert len(seen) == 8
+    assert all(len(bits) == 1 for bits in seen.values())
 
 
 def test_finished_is_told_at_once(model):
@@ -165,6 +226,7 @@ def test_results_come_in_order_and_the_queue_is_bounded(model):
     assert len(list(engine.run())) == 2
 
 
+@pytest.mark.long
 def test_streaming_and_stop_strings():
     """With the embedded model's tokenizer. Pieces joined are the results, and no piece shows part of a stop string."""
     config = tiny_config(vocab_size=1024)
@@ -271,6 +333,7 @@ def test_out_of_memory_halves_the_slots_and_repeats_no_finished_work(model, monk
     assert any(len(set(one.tokens)) > 3 for one in expected)
 
 
+@pytest.mark.long
 def test_tokens_made_before_a_restart_are_given_not_sampled(model, monkeypatch):
     """Whatever a second run would sample, what was handed out stays."""
     handed: list[int] = []

@@ -10,14 +10,15 @@ import jax, numpy as np
 from jax.sharding import AxisType, PartitionSpec
 import hla_jax
 from hla_jax.generation.engine import EngineMemoryError
-from hla_jax.models import ouro, weights
+from hla_jax.models import looped, weights
 from tiny import random_hla, tiny_config, tiny_params
 
 config = tiny_config(num_heads=4, num_kv_heads=4)
 weights.save_params(tiny_params(config), config, sys.argv[1])
 mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+pair = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 one, many = hla_jax.load(sys.argv[1], "float32"), hla_jax.load(sys.argv[1], "float32", mesh)
-many = dataclasses.replace(many, params=jax.jit(ouro.for_decoding)(many.params))
+many = dataclasses.replace(many, params=jax.jit(looped.for_decoding)(many.params))
 attention = random_hla(config, 3)
 rng = np.random.default_rng(0)
 LENGTHS = (3, 31, 1, 12, 5, 30, 2, 20, 9, 23, 4, 7, 7, 16, 2, 11, 25, 3, 6)
@@ -38,6 +39,11 @@ for made in engine.run(requests):
         assert buffer.addressable_shards[0].data.shape[1] == 2, (name, buffer.sharding)
     assert cache.lengths.sharding.spec == PartitionSpec("data"), cache.lengths.sharding
 assert found == expected, (found, expected)
+
+# Sixteen slots a device: two prompts are read at once on each, and requests wait for two free slots.
+two = hla_jax.load(sys.argv[1], "float32", pair)
+found = [made.tokens for made in hla_jax.Engine(two, attention, **options | dict(slots=32)).run(requests * 3)]
+assert found == expected * 3, (found, expected)
 
 # Where memory runs out the slots stay a multiple of the devices.
 engine._halve(MemoryError())

@@ -51,6 +51,7 @@ def test_one_prompt_many_prompts_and_padding_on_either_side(model):
     assert generate(model, jnp.asarray(PROMPTS[0]), 6) == alone
 
 
+@pytest.mark.long
 def test_seeds_are_per_request(model):
     sampled = lambda prompts, seed: [one.tokens for one in generate(model, prompts, 6, temperature=1.0, seed=seed)]
     made = sampled(PROMPTS, 4)

@@ -28,6 +28,7 @@ def expected(logits: np.ndarray, temperature: float, top_p: float, top_k: int | 
     return out
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.permutations(range(7)), st.floats(0.2, 3), st.floats(0.05, 1), st.none() | st.integers(1, 9))
 def test_filtered_distribution(x64, order, temperature, top_p, top_k):

@@ -50,6 +50,7 @@ def test_reference_is_the_definition(x64: None) -> None:
     np.testing.assert_allclose(found, (kl, error), rtol=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("queries", [S, 6])
 def test_blocks_agree_with_the_reference_in_value_and_gradient(
     queries: int, x64: None, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def kernel_calls(monkeypatch):
     return calls
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCHEMES)
 def test_decoding_through_the_kernel(name, kernel_calls):
     attention = SCHEMES[name]()

@@ -72,6 +72,26 @@ def test_parts_merge_by_log_sum_exp(cut):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("latent_heads", [1, 4])
+def test_sequences_are_read_one_by_one_or_together(monkeypatch, platform, latent_heads):
+    """A CPU reads them one by one, so that none changes what another gets, to the last bit.
+    Elsewhere all are read as far as the longest.
+    """
+    for name, value in (("SMALLEST_BLOCK", 4), ("BLOCK_NUMBERS", 1), ("_BLOCK_OF_ALL", 1)):
+        monkeypatch.setattr(blockwise, name, value)
+    monkeypatch.setattr(implementations, "platform", lambda: platform)
+    lengths = [3, 16, 0, 9]
+    q, stored, window, _ = cases.make(4, latent_heads=latent_heads, page=16, lengths=lengths, dtype="float64")
+    got = blockwise.latent_decode(q, stored, SCALE, window)
+    cases.agree(got, cases.oracle(q, stored, SCALE, window), 1e-12, 0)
+    if platform == "cpu":
+        shorter = stored._replace(lengths=jnp.array([3, 1, 5, 9]))
+        for one, other in zip(got, blockwise.latent_decode(q, shorter, SCALE, window), strict=True):
+            np.testing.assert_array_equal(one[jnp.array([0, 3])], other[jnp.array([0, 3])])
+
+
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("plain", [reference, blockwise])
 def test_masked_tokens_are_not_read(plain):
     """A mask that hides the first tokens is a cache without them."""

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from hla_jax.attention.full import exact_stages
-from hla_jax.models import layers, ouro
+from hla_jax.models import layers, looped, ouro
 from tiny import GOLDEN_MODELS, TOLERANCE, golden, tiny_config, tiny_params, tiny_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 def exact(config, params, tokens, segments=None, every_loop=False):
     positions = jnp.arange(tokens.shape[1])[None]
-    return ouro.run(params, config, tokens, exact_stages(config, positions, segments), None, every_loop)[0]
+    return looped.run(params, config, tokens, exact_stages(config, positions, segments), None, every_loop=every_loop)[0]
 
 
 @pytest.mark.parametrize("name", GOLDEN_MODELS)
@@ -51,8 +51,10 @@ def test_threshold_of_one_never_exits_early():
     }
     hidden = jax.random.normal(jax.random.key(0), (3, 2, 5, config.hidden_size), "bfloat16")
     early = ouro.exit_logits(params, hidden, exit_threshold=0.99)
-    np.testing.assert_array_equal(early, ouro.logits(params, hidden[0]))
-    np.testing.assert_array_equal(ouro.exit_logits(params, hidden, exit_threshold=1.0), ouro.logits(params, hidden[-1]))
+    np.testing.assert_array_equal(early, layers.logits(params, hidden[0]))
+    np.testing.assert_array_equal(
+        ouro.exit_logits(params, hidden, exit_threshold=1.0), layers.logits(params, hidden[-1])
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_stages_must_cover_every_loop():
     stage = exact_stages(config, jnp.arange(4)[None])[0]
     for loops in (range(2), range(1, 3), range(4)):
         with pytest.raises(ValueError, match=r"stages must cover loops 0 .. 2 in order, found \[range"):
-            ouro.run(tiny_params(config), config, tiny_tokens(config, 1, 4), [stage._replace(loops=loops)], None)
+            looped.run(tiny_params(config), config, tiny_tokens(config, 1, 4), [stage._replace(loops=loops)], None)
 
 
 def test_stages_may_be_split_anywhere(x64):
@@ -85,7 +87,7 @@ def test_stages_may_be_split_anywhere(x64):
     params, tokens = tiny_params(config, "float64"), tiny_tokens(config, 2, 6)
     stage = exact_stages(config, jnp.arange(6)[None])[0]
     split = [stage._replace(loops=range(1)), stage._replace(loops=range(1, 3))]
-    hidden, _ = ouro.run(params, config, tokens, split, None, every_loop=True)
+    hidden, _ = looped.run(params, config, tokens, split, None, every_loop=True)
     np.testing.assert_allclose(hidden, exact(config, params, tokens, every_loop=True), atol=1e-12)
 
 
@@ -95,7 +97,7 @@ def test_segments_are_separate_documents(x64):
     params, tokens = tiny_params(config, "float64"), tiny_tokens(config, 1, 11)
     positions = jnp.asarray([[*range(5), *range(6)]])
     stages = exact_stages(config, positions, jnp.asarray([[0] * 5 + [1] * 6]))
-    packed, _ = ouro.run(params, config, tokens, stages, None)
+    packed, _ = looped.run(params, config, tokens, stages, None)
     np.testing.assert_allclose(packed[:, :5], exact(config, params, tokens[:, :5]), atol=1e-12)
     np.testing.assert_allclose(packed[:, 5:], exact(config, params, tokens[:, 5:]), atol=1e-12)
 
@@ -105,15 +107,15 @@ def test_tied_head_is_the_embedding():
     params = tiny_params(config)
     hidden = jax.random.normal(jax.random.key(1), (2, 3, config.hidden_size))
     assert "lm_head" not in params
-    np.testing.assert_allclose(ouro.logits(params, hidden), hidden @ params["embed_tokens"].T, atol=1e-5)
+    np.testing.assert_allclose(layers.logits(params, hidden), hidden @ params["embed_tokens"].T, atol=1e-5)
 
 
 def test_flax_module_holds_the_same_parameters():
     config = tiny_config()
-    module, tokens = ouro.Ouro(config, rngs=nnx.Rngs(0)), tiny_tokens(config, 2, 6)
+    module, tokens = looped.LoopedModel(config, rngs=nnx.Rngs(0)), tiny_tokens(config, 2, 6)
     params = module.params()
     assert jax.tree.all(jax.tree.map(lambda leaf: isinstance(leaf, jax.Array), params))
-    expected = ouro.logits(params, exact(config, params, tokens))
+    expected = layers.logits(params, exact(config, params, tokens))
     np.testing.assert_allclose(module(tokens, exact_stages(config, jnp.arange(6)[None])), expected, atol=1e-6)
     trainable = jax.tree.leaves(nnx.state(module, nnx.Param))
     assert sum(leaf.size for leaf in trainable) == sum(leaf.size for leaf in jax.tree.leaves(params))

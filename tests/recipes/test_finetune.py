@@ -58,6 +58,7 @@ def moved(model, attention, config, workdir, mesh):
     return Finetuned(model, {"conversations": 8, "dropped": 1, "cut": 0})
 
 
+@pytest.mark.long
 def test_both_caches_run_to_one_report(job, tmp_path, capsys, monkeypatch, quick_compile):
     monkeypatch.setattr(finetune, "finetune", moved)
     report = finetune.run(job, tmp_path, "a test")

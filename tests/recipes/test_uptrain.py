@@ -97,6 +97,7 @@ def test_runs_to_a_report_and_repeats_nothing(job, tmp_path, capsys, quick_compi
         uptrain.run(dataclasses.replace(job, scheme=dataclasses.replace(job.scheme, window=5)), tmp_path, "a test")
 
 
+@pytest.mark.long
 def test_an_export_that_changed_is_noticed(job, tmp_path, quick_compile):
     model = hla_jax.load(job.model, dtype="float32")
     attention = uptrain.initial_maps(job, model, tmp_path / "initial")

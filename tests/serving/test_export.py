@@ -269,11 +269,11 @@ def test_maps_of_another_scheme_or_depth_are_named(model, attention, tmp_path):
     export(model, attention, tmp_path / "out")
     shapes = attention.scheme.map_shapes(model.config)
     with pytest.raises(WeightsError, match="unknown tensors"):
-        attention_files.load_maps(tmp_path / "out", "lla", shapes, model.config.num_layers)
+        attention_files.load_maps(tmp_path / "out", model.config, "lla", shapes)
     with pytest.raises(WeightsError, match=r"missing tensors model\.layers\.3"):
-        attention_files.load_maps(tmp_path / "out", "hla", shapes, 4)
+        attention_files.load_maps(tmp_path / "out", dataclasses.replace(model.config, num_layers=4), "hla", shapes)
     with pytest.raises(WeightsError, match=r"hla\.read_o: config\.json implies shape \[1\], found \[3, 4, 24, 16\]"):
-        attention_files.load_maps(tmp_path / "out", "hla", shapes | {"read_o": (1,)}, model.config.num_layers)
+        attention_files.load_maps(tmp_path / "out", model.config, "hla", shapes | {"read_o": (1,)})
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a/b/c", "owner/repository"])
@@ -289,9 +289,13 @@ def test_torch_code_is_placed_on_request(model, attention, tmp_path):
     assert "auto_map" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     export(model, attention, tmp_path / "out", torch_code=True)
     code = {path.name for path in (tmp_path / "out").glob("*.py")}
-    assert code == {"configuration_ouro.py", "cache_ouro.py", "latent_cache_ouro.py", "modeling_ouro.py"}
+    shared = {f"looped_{part}.py" for part in ("cache", "files", "latent_cache", "model", "schemes")}
+    assert code == shared | {"configuration_ouro.py", "modeling_ouro.py"}
     auto_map = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
-    assert auto_map["AutoModelForCausalLM"] == "modeling_ouro.OuroHLAForCausalLM"
+    assert auto_map == {
+        "AutoConfig": "configuration_ouro.OuroConfig",
+        "AutoModelForCausalLM": "modeling_ouro.OuroHLAForCausalLM",
+    }
     assert_same_bits(attention.params, read_back(tmp_path / "out")[1].params)
     for scheme in (SharedLoop(4), Evicted(FullCache(), 9, first=2)):
         with pytest.raises(ExportError, match=f"not {type(scheme).__name__}; export without it"):

@@ -8,8 +8,8 @@ torch = pytest.importorskip("torch", reason="the PyTorch model needs torch, whic
 
 from transformers import DynamicCache
 
-from hla_jax.serving.torch import cache_ouro
-from hla_jax.serving.torch.modeling_ouro import CACHE_NAME
+from hla_jax.serving.torch import looped_cache
+from hla_jax.serving.torch.looped_model import CACHE_NAME
 from serving.torch_cases import MODELS, PROMPTS, forced, golden_directory, left_padded
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
@@ -71,7 +71,7 @@ def test_beams(tiny):
 
 def test_several_samples_from_a_growing_cache(tiny, monkeypatch):
     """A seed decides them, and each is drawn from its own sequence's distribution."""
-    monkeypatch.setattr(cache_ouro, "GROWTH", 4)
+    monkeypatch.setattr(looped_cache, "GROWTH", 4)
     how = dict(max_new_tokens=10, do_sample=True, top_k=3, num_return_sequences=2, pad_token_id=0)
 
     def sample(seed):
@@ -161,7 +161,7 @@ def test_bad_requests_are_named(tiny):
     mask = torch.ones_like(tokens)
     for options, message in (
         (dict(attention_mask=torch.tensor([[1] * 9, [1] * 8 + [0]])), 'padding_side="left"'),
-        (dict(attention_mask=mask, cache_implementation="static"), "'static': Ouro has its own cache"),
+        (dict(attention_mask=mask, cache_implementation="static"), "'static': this model has its own cache"),
         (dict(attention_mask=mask, use_cache=False), "use_cache=False"),
         (dict(attention_mask=mask, prefill_chunk_size=4), "one exact pass"),
         (dict(attention_mask=mask, prompt_lookup_num_tokens=2), "assisted generation is not supported"),

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hla_jax.serving.torch import modeling_ouro
+from hla_jax.serving.torch.looped_model import CACHE_NAME
 from tiny import GOLDEN
 
 MODELS = {
@@ -52,5 +53,5 @@ def forced(model, tokens, prompt_length):
     """Logits [B, S, V]: a prompt, and the rest one by one through the cache."""
     tokens = torch.tensor(np.asarray(tokens)).long()
     prompt = model(tokens[:, :prompt_length])
-    rest = model(tokens[:, prompt_length:], cache=prompt[modeling_ouro.CACHE_NAME])
+    rest = model(tokens[:, prompt_length:], cache=prompt[CACHE_NAME])
     return torch.cat([prompt.logits, rest.logits], dim=1).numpy()

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from hla_jax.training.checkpoints import CheckpointError, Checkpoints, _checksums
 
@@ -180,3 +181,14 @@ def test_what_cannot_be_written_loses_nothing(tmp_path):
     again.save(2, make_state(2), {})
     assert again.steps == [1, 2]
     assert_same(again.restore(make_state())[0], make_state(2))
+
+
+def test_saving_asks_nobody_whether_to_stop(tmp_path, monkeypatch):
+    """The loop does, with a count of its own; see `compat.without_preemption`."""
+    asked = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(3, make_state(), {})
+    assert checkpoints.steps == [3]
+    checkpoints.close()
+    assert asked == []

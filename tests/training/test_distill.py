@@ -17,7 +17,7 @@ from hla_jax.data.pipeline import Source
 from hla_jax.generation.generate import generate
 from hla_jax.generation.sampling import Sampling
 from hla_jax.model import Model, forward, forward_swapped
-from hla_jax.models import ouro
+from hla_jax.models import looped
 from hla_jax.training import distill, on_policy
 from hla_jax.training.loop import LoopConfig
 from hla_jax.training.optimizer import OptimizerConfig
@@ -44,6 +44,7 @@ def kl(teacher: jax.Array, student: jax.Array) -> jax.Array:
     return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_kl_and_its_gradient_are_those_of_the_two_passes(model, scheme, monkeypatch):
     """Of the public exact and swapped passes, block by block of tokens, without the padding."""
@@ -65,6 +66,7 @@ def test_kl_and_its_gradient_are_those_of_the_two_passes(model, scheme, monkeypa
         np.testing.assert_allclose(found[1][name], expected[1][name], atol=1e-10, err_msg=name)
 
 
+@pytest.mark.long
 def test_output_error_is_that_of_the_heads_after_their_projection(model):
     """Written out: both passes' outputs of every loop and layer, kept and compared."""
     data, attention = batch([10, 7]), random_maps(LLA(9, 14), CONFIG, "float64")
@@ -82,10 +84,10 @@ def test_output_error_is_that_of_the_heads_after_their_projection(model):
 
         seen = jnp.zeros((CONFIG.num_loops, CONFIG.num_layers, 2, 10, CONFIG.num_heads * CONFIG.head_dim))
         wrapped = [stage._replace(attend=noting(stage.attend)) for stage in stages]
-        return ouro.run(model.params, CONFIG, data["tokens"], wrapped, (state, seen))[1][1]
+        return looped.run(model.params, CONFIG, data["tokens"], wrapped, (state, seen))[1][1]
 
     swapped = attention.scheme.swapped(CONFIG, attention.params, 2, 10, jnp.float64)
-    filled = ouro.run(model.params, CONFIG, data["tokens"], swapped.stages, swapped.state)[1]
+    filled = looped.run(model.params, CONFIG, data["tokens"], swapped.stages, swapped.state)[1]
     student_pass = swapped.finish(filled)
     teacher = outputs(exact_stages(CONFIG, jnp.arange(10)[None]), None)
     student = outputs(student_pass.stages, student_pass.state)
@@ -159,6 +161,7 @@ def test_packed_rows_and_another_metric_are_refused(documents):
         dataclasses.replace(config, loop=LoopConfig(1))
 
 
+@pytest.mark.long
 def test_roll_outs_are_what_generate_samples(quick_compile):
     """The same tokens from the same seeds, cut at a stop token; only they count."""
     model, attention = Model(CONFIG, tiny_params(CONFIG)), random_maps(LLA(9, 14), CONFIG)

@@ -127,6 +127,7 @@ def test_only_the_assistants_tokens_teach(model):
         assert abs(value(fault) - np.mean(errors)) > 1e-3
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_an_uninterrupted_one(model, tmp_path):
     config, full = job(), Attention(FullCache())
     whole = finetune.finetune(model, full, config, tmp_path / "whole")
@@ -143,6 +144,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(model, tmp_path):
     assert {"held_out/loss", "held_out/accuracy"} <= lines[-1].keys()
 
 
+@pytest.mark.long
 def test_low_rank_updates_leave_the_rest_of_the_base_as_it_is(model, tmp_path):
     config = job(lora=LOW_RANK, loop=LoopConfig(steps=2))
     tuned = finetune.finetune(model, model.attention, config, tmp_path).model

@@ -102,7 +102,7 @@ def test_equals_a_bare_loop(uninterrupted):
     }
 
 
-@pytest.mark.parametrize("stop_at", [1, 7, 10, 23])
+@pytest.mark.parametrize("stop_at", [1, 7, 10, 23, 24])
 def test_sigterm_saves_and_the_resumed_run_is_the_same(tmp_path, uninterrupted, stop_at):
     expected, position, reference = uninterrupted
 

@@ -18,6 +18,7 @@ RECIPE = pretrain.Recipe(CONFIG, STAGES, warmup_steps=1)
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
+@pytest.mark.long
 def test_loss_is_that_of_pretraining_within_the_window():
     """And another beyond it, with a gradient for all weights and maps."""
     batch = Curriculum(STAGES, ["x = 1\n" * 60], lambda text: [ord(c) for c in text], end=1, seed=0).batch(0)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hla_jax.attention.full import exact_stages
+from hla_jax.attention.full import exact_pass, exact_stages
 from hla_jax.data.curriculum import Curriculum, Stage
-from hla_jax.models import ouro
+from hla_jax.models import layers, looped, ouro
 from hla_jax.training import loop, pretrain, step
-from tiny import tiny_config, tiny_params
+from tiny import tiny_config, tiny_huginn, tiny_params
 
 END = 1
 CONFIG = tiny_config(vocab_size=130)
@@ -80,10 +80,10 @@ def test_loss_is_the_weighted_cross_entropy_of_every_document_on_its_own(curricu
 
     @jax.jit
     def alone(tokens):
-        hidden, _ = ouro.run(
+        hidden, _ = looped.run(
             params, CONFIG, tokens, exact_stages(CONFIG, jnp.arange(length)[None]), None, every_loop=True
         )
-        return jax.nn.softmax(ouro.logits(params, hidden)), ouro.exit_probabilities(ouro.gate_logits(params, hidden))
+        return jax.nn.softmax(layers.logits(params, hidden)), ouro.exit_probabilities(ouro.gate_logits(params, hidden))
 
     errors, weights, stops = [], [], []
     for row in range(rows):
@@ -125,6 +125,7 @@ def test_learning_rate_follows_the_stages():
     np.testing.assert_allclose([factor(count) for count in range(6)], [0.5, 1, 1, 0.7, 0.4, 0.1], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_matrices_move_orthogonally():
     """Muon's update of a matrix has singular values near one; Adam's of the same gradient does not."""
     params = pretrain.init(RECIPE).params
@@ -154,3 +155,21 @@ def test_a_short_run_learns(curriculum, tmp_path):
 
     loop.run(pretrain.init(recipe), watch, batches, loop.LoopConfig(25), tmp_path)
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.long
+def test_huginn_pays_for_the_cross_entropy_after_the_steps_that_were_drawn(curriculum):
+    config = tiny_huginn(vocab_size=130, initial_state="zeros")
+    params, batch = tiny_params(config), curriculum.batch(0)
+    loss = jax.jit(pretrain.make_loss(pretrain.Recipe(config, STAGES, num_steps=(1, 3))))
+    seen = set()
+    for seed in range(6):
+        value, (total, metrics) = loss(params, batch, jax.random.key(seed), None)
+        seen.add(steps := int(metrics["num_steps"]))
+        read = (jnp.asarray(batch[name]) for name in ("tokens", "positions", "segments"))
+        hidden = exact_pass(params, config.with_steps(steps), *read)
+        each = -jax.nn.log_softmax(hidden @ params["embed_tokens"].T)
+        picked = np.take_along_axis(np.asarray(each), batch["labels"][..., None], axis=-1)[..., 0]
+        np.testing.assert_allclose(value, np.average(picked, weights=batch["weights"]), rtol=1e-5)
+        np.testing.assert_allclose(total, batch["weights"].sum(), rtol=1e-6)
+    assert seen == {1, 3}

@@ -13,7 +13,7 @@ from hla_jax.attention.full import FullCache
 from hla_jax.attention.scheme import Attention
 from hla_jax.attention.shared import SharedLoop
 from hla_jax.generation import decode
-from hla_jax.models import ouro
+from hla_jax.models import layers
 from hla_jax.training import two_pass
 from hla_jax.training.optimizer import OptimizerConfig, adamw
 from hla_jax.training.step import init, make_step
@@ -45,7 +45,7 @@ def decoded(params, config, attention, tokens, prompts, steps):
     hidden, cache = decode.prefill_hidden(params, config, attention, tokens, prompts, length + steps)
     at = prompts[:, None] + jnp.arange(steps)
     after_each, _ = decode.forced(params, config, attention, cache, tokens[rows, jnp.minimum(at, length - 1)])
-    return ouro.logits(params, hidden).at[rows, at].set(after_each, mode="drop")
+    return layers.logits(params, hidden).at[rows, at].set(after_each, mode="drop")
 
 
 @jax.jit(static_argnames=("config", "repetitions"))
@@ -54,9 +54,10 @@ def passes(params, config, attention, tokens, response, repetitions):
     hidden = two_pass.two_pass_hidden(
         params, attention.params, attention.scheme, config, tokens, response, repetitions=repetitions
     )
-    return ouro.logits(params, hidden)
+    return layers.logits(params, hidden)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [0, 2, 20])
 def test_every_pass_makes_a_window_and_a_token_exact(window):
     """ceil(m / (W+1)) passes under the decoding rule reproduce m response tokens, and no fewer do: where the prompt is
@@ -82,6 +83,7 @@ def test_without_a_prompt_the_first_token_is_the_prompt():
     np.testing.assert_allclose(of(0), of(1), atol=1e-12)
 
 
+@pytest.mark.long
 def test_faults_do_not_reproduce_decoding(monkeypatch):
     """A window off by one, prompts under the decoding rule, and latents of pass one in the place of a repetition's."""
     params, attention, tokens = setting(2)
@@ -243,6 +245,7 @@ def test_gradient_is_that_of_the_naive_loop(monkeypatch):
     assert farthest(leaked, expected_grads) > 1e-6
 
 
+@pytest.mark.long
 def test_gradient_is_that_of_decoding_within_a_window_and_a_token():
     """m = W + 1: through the exact prompt, the cache and the window, one token after another."""
     prompt, window = 8, 3
@@ -263,6 +266,7 @@ def test_gradient_is_that_of_decoding_within_a_window_and_a_token():
     assert_same(grads, expected_grads)
 
 
+@pytest.mark.long
 def test_packed_examples_do_not_see_each_other(monkeypatch):
     """Two examples and padding in one row against a row for each, and the fault of ignoring segments."""
     params, attention, _ = setting(1)
@@ -322,6 +326,7 @@ def test_memory_of_a_step(monkeypatch):
         assert shape.count(config.num_layers) < 2
 
 
+@pytest.mark.long
 def test_a_step_trains_weights_and_maps():
     """And a batch of padding has no gradient."""
     params, attention, tokens = setting(2)

@@ -68,6 +68,7 @@ def test_the_divergence_of_a_lossless_latent_is_zero(x64: None) -> None:
     np.testing.assert_allclose(found.error, 0, atol=1e-12)
 
 
+@pytest.mark.long
 def test_tokens_of_other_documents_and_padding_do_not_matter(x64: None) -> None:
     params, attention, data = tiny_params(CONFIG, "float64"), random_hla(CONFIG, 3, "float64"), batch()
     measure = jax.jit(lambda data: uptrain.divergence(attention.scheme, CONFIG, attention.params, params, **data))
@@ -102,6 +103,7 @@ def test_random_queries_are_an_unbiased_sample() -> None:
     assert set(np.unique(index)) == set(range(10))
 
 
+@pytest.mark.long
 def test_training_lowers_the_loss_and_leaves_the_model_alone() -> None:
     params, attention, data = tiny_params(CONFIG), random_hla(CONFIG, 3), batch()
     before = jax.tree.map(np.asarray, params)

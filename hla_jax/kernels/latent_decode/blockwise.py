@@ -2,9 +2,10 @@
 docstring.
 
 A block is taken out of the cache while it is read, and fits a CPU's own cache: to take out a whole slot would cost more
-than to read it. There are as many blocks as the longest sequence needs, whatever the capacity. Where one block is all
-of a slot, a loop only costs: one latent for all heads is then read by the formula of `reference`. (Several are still
-read here, for one product serves them all.)
+than to read it. A CPU reads one sequence after the other, each as far as it goes, whatever the capacity. Elsewhere the
+products of one sequence are too little work, and all are read as far as the longest goes. Where one block is all of a
+slot, a loop only costs: one latent for all heads is then read by the formula of `reference`. (Several are still read
+here, for one product serves them all.)
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from hla_jax.kernels import implementations
 from hla_jax.kernels.latent_decode import Rotation, Stored, Window, reference
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-BLOCK_NUMBERS = 1 << 17
+BLOCK_NUMBERS = 1 << 13  # of one sequence
+_BLOCK_OF_ALL = 1 << 17
 SMALLEST_BLOCK = 64
 
 
@@ -39,29 +42,19 @@ def latent_decode(
     batch, heads, rank = q.shape
     _, _, capacity, width = stored.keys.shape
     latent_heads, wide = width // rank, jnp.promote_types(q.dtype, jnp.float32)
-    most = max(SMALLEST_BLOCK, BLOCK_NUMBERS // (batch * max(width, stored.values.shape[-1])))
+    alone = implementations.platform() == "cpu"
+    numbers = BLOCK_NUMBERS if alone else _BLOCK_OF_ALL // batch
+    most = max(SMALLEST_BLOCK, numbers // max(width, stored.values.shape[-1]))
     if latent_heads == 1 and capacity <= most:
         return reference.latent_decode(q, stored, scale, window)
     query = _spread(q, latent_heads)
     block = -(-capacity // -(-capacity // most)) if capacity else 0  # all blocks alike
 
-    def one(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        # The last block begins earlier, and its first tokens have been read already.
-        start = jnp.minimum(number * block, capacity - block)
-        token = start + jnp.arange(block)
-        read = (token >= number * block) & (token < stored.lengths[:, None])
-        if stored.visible is not None:
-            read = read & jax.lax.dynamic_slice_in_dim(stored.visible, start, block, axis=1)
-        keys, values = (_take(buffer, stored.slot, start, block) for buffer in stored[:2])
-        scores = jnp.where(read[..., None], _scores(query, keys) * scale, -jnp.inf)
-        # Weights of zero do not silence what is no number.
-        return _add(carry, scores, jnp.where(read[..., None], values, 0))
-
-    lowest = jnp.full((batch, heads), jnp.finfo(wide).min, wide)
-    nothing = jnp.zeros((batch, heads), wide)
-    empty = lowest, nothing, jnp.zeros((batch, heads, stored.values.shape[-1]), wide)
-    blocks = -(-jnp.max(stored.lengths, initial=0) // block) if block else 0
-    top, total, sums = jax.lax.fori_loop(0, blocks, one, empty)
+    together = 1 if alone else batch
+    past = jax.lax.map(
+        lambda first: _past(query, stored, scale, block, first, together), jnp.arange(0, batch, together)
+    )
+    top, total, sums = (x.reshape(batch, *x.shape[2:]) for x in past)
     exact = jnp.zeros((batch, heads, 0), wide)
     if window is not None:
         kv_heads = window.k.shape[1]
@@ -83,10 +76,33 @@ def latent_decode(
     return out, near, top + jnp.log(total)
 
 
-def _take(buffer: Float[Array, "slots B C Nr"], slot: Array, start: Array, block: int) -> Float[Array, "B c Nr"]:
-    zero = jnp.zeros((), jnp.int32)
-    starts = slot.astype(jnp.int32), zero, start.astype(jnp.int32), zero
-    return jax.lax.dynamic_slice(buffer, starts, (1, buffer.shape[1], block, buffer.shape[3]))[0]
+def _past(
+    query: Float[Array, "B H Nr"], stored: Stored, scale: float, block: int, first: Array, count: int
+) -> tuple[Float[Array, "b H"], Float[Array, "b H"], Float[Array, "b H Nrv"]]:
+    """`count` sequences from `first` on: maximum of the scores, sum of the weights and weighted sum of the values."""
+    rows = lambda x: jax.lax.dynamic_slice_in_dim(x, first, count)
+    query, lengths = rows(query), rows(stored.lengths)
+    visible = None if stored.visible is None else rows(stored.visible)
+    capacity, wide = stored.keys.shape[2], jnp.promote_types(query.dtype, jnp.float32)
+
+    def take(buffer: Float[Array, "slots B C Nr"], start: Array) -> Float[Array, "b c Nr"]:
+        starts = (at.astype(jnp.int32) for at in (stored.slot, first, start, jnp.zeros((), jnp.int32)))
+        return jax.lax.dynamic_slice(buffer, tuple(starts), (1, count, block, buffer.shape[3]))[0]
+
+    def one(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        # The last block begins earlier, and its first tokens have been read already.
+        start = jnp.minimum(number * block, capacity - block)
+        token = start + jnp.arange(block)
+        read = (token >= number * block) & (token < lengths[:, None])
+        if visible is not None:
+            read = read & jax.lax.dynamic_slice_in_dim(visible, start, block, axis=1)
+        scores = jnp.where(read[..., None], _scores(query, take(stored.keys, start)) * scale, -jnp.inf)
+        # Weights of zero do not silence what is no number.
+        return _add(carry, scores, jnp.where(read[..., None], take(stored.values, start), 0))
+
+    lowest = jnp.full(query.shape[:2], jnp.finfo(wide).min, wide)
+    empty = lowest, jnp.zeros_like(lowest), jnp.zeros((*lowest.shape, stored.values.shape[-1]), wide)
+    return jax.lax.fori_loop(0, -(-jnp.max(lengths, initial=0) // block) if block else 0, one, empty)
 
 
 def _scores(query: Float[Array, "B H Nr"], keys: Float[Array, "B c Nr"]) -> Float[Array, "B c H"]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from vllm.utils.math_utils import cdiv
 
-from hla_jax.serving.torch.cache_ouro import Angles, turn, wide
+from hla_jax.serving.torch.looped_cache import Angles, turn, wide
 from hla_jax.serving.vllm.caches import PageViews
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.config import CacheConfig
 from vllm.model_executor.layers.attention import Attention
 
-from hla_jax.serving.torch.cache_ouro import Angles, turn
+from hla_jax.serving.torch.looped_cache import Angles, turn
 from hla_jax.serving.vllm.stack import Inputs, Stack
 
 

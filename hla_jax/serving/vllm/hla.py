@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hla_jax.serving.torch.cache_ouro import Angles, turn
+from hla_jax.serving.torch.looped_cache import Angles, turn
 from hla_jax.serving.vllm import pages
 from hla_jax.serving.vllm.caches import PagedCache, Rows
 from hla_jax.serving.vllm.decode import Stored, Window, latent_decode

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_reduce
 
-from hla_jax.serving.torch.cache_ouro import Angles, turn
+from hla_jax.serving.torch.looped_cache import Angles, turn
 from hla_jax.serving.vllm import decode
 from hla_jax.serving.vllm.caches import PagedCache, Rows
 from hla_jax.serving.vllm.decode import Stored, latent_decode

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from hla_jax.serving.torch.modeling_ouro import checked_base
+from hla_jax.serving.torch.looped_files import checked_base
 from hla_jax.serving.vllm import pages
 from hla_jax.serving.vllm.full import Full
 from hla_jax.serving.vllm.hla import HLA

@@ -13,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 
-from hla_jax.serving.torch.cache_ouro import Angles
+from hla_jax.serving.torch.looped_cache import Angles
 from hla_jax.serving.vllm import decode
 from hla_jax.serving.vllm.caches import PageViews
 

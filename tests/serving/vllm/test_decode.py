@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the plugin runs in vLLM's environment")
 pytest.importorskip("vllm", reason="the plugin runs in vLLM's environment")
 
-from hla_jax.serving.torch.cache_ouro import turn
+from hla_jax.serving.torch.looped_cache import turn
 from hla_jax.serving.vllm import decode
 from serving.vllm import run_pages_interpreter as pages
 

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the plugin runs in vLLM's environment")
 
-from hla_jax.serving.torch.configuration_ouro import HLA, LLA
+from hla_jax.serving.torch.looped_schemes import HLA, LLA
 from hla_jax.serving.vllm.maps import Maps, arranged, is_map
 from hla_jax.serving.vllm.parallel import Share
 
@@ -24,6 +24,7 @@ class Config:
     num_key_value_heads: int = G
     head_dim: int = SIZE
     hidden_size: int = D
+    qk_bias: bool = False
 
 
 def draw(config):

@@ -1,4 +1,4 @@
-"""The cache of Ouro as transformers drives it, and the full one. `latent_cache_ouro.py` has the latent ones.
+"""The cache of a looped model as transformers drives it, and the full one. `looped_latent_cache.py` has the others.
 
 A cache reads tokens through the model: it hands the model a function that attends, and keeps what the tokens leave. So
 the model knows nothing of caches.
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 
-from .configuration_ouro import OuroConfig, Shape
+from .looped_schemes import LoopedConfig, Shape
 
 GROWTH = 128  # tokens that a cache grows by
 
@@ -89,25 +89,26 @@ class Inputs(NamedTuple):
 
 
 Attend = Callable[[Inputs], Tensor]
-Model = Any  # modeling_ouro.OuroModel, which imports this file
+Model = Callable[[Tensor, Attend], Tensor]
+"""(tokens [B, S], attention) -> hidden states [B, S, d]."""
 
 
-class OuroCache(Cache):
+class LoopedCache(Cache):
     """Buffers [slots, B, C, heads, numbers] of a batch of sequences; token p of a sequence lies in slot p.
 
     Padding takes no slot: sequences are moved together before they are read, and their states are put back after.
 
     Attributes:
-      buffers: by name.
+      buffers: by name, in the model's dtype.
       lengths: tokens that each sequence has stored, [B].
       columns: tokens seen with padding, which is what transformers calls the sequence length.
     """
 
     scheme: Any
 
-    def __init__(self, config: OuroConfig):
+    def __init__(self, config: LoopedConfig, dtype: torch.dtype):
         super().__init__(layers=[])
-        self.config, self.scheme = config, config.scheme
+        self.config, self.scheme, self.dtype = config, config.scheme, dtype
         self.num_layers, self.num_loops = config.num_hidden_layers, config.total_ut_steps
         self.size, self.scale = config.head_dim, config.head_dim**-0.5
         self.buffers: dict[str, Tensor] = {}
@@ -126,8 +127,17 @@ class OuroCache(Cache):
         """Decodes one token a sequence [B, 1]. Returns hidden states, and what each buffer gets: [slots, B, ...]."""
         raise NotImplementedError
 
-    def read(self, model: Model, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
+    def read(
+        self,
+        model: Callable[..., Tensor],
+        tokens: Tensor,
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        *given: Tensor,
+    ) -> Tensor:
         """Reads tokens [B, S] of which `mask` [B, columns so far + S] marks the real ones; returns states [B, S, d].
+
+        What the model takes of every token besides its id is `given`, [B, S, ...]: `model(tokens, attend, *given)`.
 
         Raises:
           ValueError: the mask or the positions do not fit, or there is padding after the first call.
@@ -147,26 +157,31 @@ class OuroCache(Cache):
             raise ValueError("position_ids must count each sequence's own tokens from 0, padding left out")
         if not empty and not bool(real.all()):
             raise ValueError("padding is allowed in the first call only: give every sequence the same new tokens")
-        hidden = self._read_prompts(model, tokens, real) if empty else self._read_tokens(model, tokens)
+        hidden = self._read_prompts(model, tokens, real, given) if empty else self._read_tokens(model, tokens, given)
         self.columns = columns
         return hidden
 
-    def _read_prompts(self, model: Model, tokens: Tensor, real: Tensor) -> Tensor:
+    def _read_prompts(
+        self, model: Callable[..., Tensor], tokens: Tensor, real: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
         self.lengths = real.sum(1)
         if bool((self.lengths == 0).any()):
             raise ValueError("a sequence has no token: its row of attention_mask is all zeros")
-        weight = model.embed_tokens.weight
         for name, (slots, *numbers) in self.token_shapes().items():
-            self.buffers[name] = weight.new_zeros(slots, *tokens.shape, *numbers)
+            self.buffers[name] = torch.zeros(slots, *tokens.shape, *numbers, dtype=self.dtype, device=tokens.device)
         order = torch.argsort(~real, dim=1, stable=True)
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        hidden = self.read_prompt(model, tokens.gather(1, order), positions)
-        return hidden.gather(1, order.argsort(1)[:, :, None].expand_as(hidden))
+        moved = lambda x, order: x.gather(1, order[:, :, None].expand_as(x))
+        run = lambda tokens, attend: model(tokens, attend, *(moved(x, order) for x in given))
+        hidden = self.read_prompt(run, tokens.gather(1, order), positions)
+        return moved(hidden, order.argsort(1))
 
-    def _read_tokens(self, model: Model, tokens: Tensor) -> Tensor:
+    def _read_tokens(self, model: Callable[..., Tensor], tokens: Tensor, given: tuple[Tensor, ...]) -> Tensor:
         hidden = []
         for column in range(tokens.shape[1]):
-            state, new = self.read_token(model, tokens[:, column : column + 1], self.lengths[:, None])
+            at = slice(column, column + 1)
+            run = lambda tokens, attend, at=at: model(tokens, attend, *(x[:, at] for x in given))
+            state, new = self.read_token(run, tokens[:, at], self.lengths[:, None])
             hidden.append(state)
             self._store(new, self.columns + column + 1)
         return torch.cat(hidden, dim=1)
@@ -187,8 +202,7 @@ class OuroCache(Cache):
 
     def frequencies(self) -> Tensor:
         """Rotary frequencies of a head, in radians per position."""
-        dtype = wide(next(iter(self.buffers.values())).dtype)
-        steps = torch.arange(0, self.size, 2, dtype=dtype, device=self.lengths.device)
+        steps = torch.arange(0, self.size, 2, dtype=wide(self.dtype), device=self.lengths.device)
         return self.config.rope_theta ** (-steps / self.size)
 
     def slot(self, inputs: Inputs) -> int:
@@ -212,11 +226,11 @@ class OuroCache(Cache):
     def add(self, name: str, slot: int, value: Tensor) -> None:
         self.put(name, slot, self.buffers[name][slot, :, : value.shape[1]] + value)
 
-    def attend_exactly(self, inputs: Inputs, by: Angles, visible: Tensor) -> Tensor:
-        """A new token reads stored keys and values, and its own."""
-        q, k, slot = turn(inputs.q, by), turn(inputs.k, by), self.slot(inputs)
-        past, own = joint_softmax(self.scale, scores(q, self.buffers["k"][slot], visible), scores(q, k))
-        return (weighted(past, self.buffers["v"][slot]) + weighted(own, inputs.v)).to(inputs.v.dtype)
+    def attend_exactly(self, inputs: Inputs, by: Angles, visible: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """A new token reads stored keys and values [B, C, G, dh], and its own."""
+        q, k = turn(inputs.q, by), turn(inputs.k, by)
+        past, own = joint_softmax(self.scale, scores(q, keys, visible), scores(q, k))
+        return (weighted(past, values) + weighted(own, inputs.v)).to(inputs.v.dtype)
 
     # For transformers.
 
@@ -233,10 +247,10 @@ class OuroCache(Cache):
         return self.columns + query_length, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("only the model fills an Ouro cache: it stores more than a layer's keys and values")
+        raise NotImplementedError("only the model fills its cache: it stores more than a layer's keys and values")
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise NotImplementedError("an Ouro cache cannot forget tokens, which assisted generation needs")
+        raise NotImplementedError("this cache cannot forget tokens, which assisted generation needs")
 
     @property
     def is_croppable(self) -> bool:
@@ -278,7 +292,7 @@ class OuroCache(Cache):
         self.batch_select_indices(rows.repeat_interleave(repeats))
 
 
-class FullOuroCache(OuroCache):
+class FullLoopedCache(LoopedCache):
     """Rotated keys and values of every loop and layer."""
 
     def token_shapes(self) -> dict[str, Shape]:
@@ -300,7 +314,8 @@ class FullOuroCache(OuroCache):
         by, visible, new = angles(positions, self.frequencies()), self.visible(), self.new_token()
 
         def attend(inputs: Inputs) -> Tensor:
-            new["k"][self.slot(inputs)], new["v"][self.slot(inputs)] = turn(inputs.k, by)[:, 0], inputs.v[:, 0]
-            return self.attend_exactly(inputs, by, visible)
+            slot = self.slot(inputs)
+            new["k"][slot], new["v"][slot] = turn(inputs.k, by)[:, 0], inputs.v[:, 0]
+            return self.attend_exactly(inputs, by, visible, self.buffers["k"][slot], self.buffers["v"][slot])
 
         return model(tokens, attend), new

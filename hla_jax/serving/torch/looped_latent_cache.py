@@ -1,6 +1,6 @@
 """Caches of Hybrid Latent Attention (arXiv:2610.07940) and of Looped Latent Attention (arXiv:2607.15456).
 
-Shapes as in `cache_ouro.py`; ranks rk, rv, rr (rotary key). The buffers and maps are those of hla_jax's
+Shapes as in `looped_cache.py`; ranks rk, rv, rr (rotary key). The buffers and maps are those of hla_jax's
 `docs/schemes.md`.
 """
 
@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cache_ouro import (
+from .looped_cache import (
     Angles,
     Inputs,
+    LoopedCache,
     Model,
-    OuroCache,
     angles,
     causal_attention,
     joint_softmax,
@@ -25,10 +25,10 @@ from .cache_ouro import (
     turn,
     weighted,
 )
-from .configuration_ouro import HLA, LLA, Shape
+from .looped_schemes import HLA, LLA, Shape
 
 
-class HLACache(OuroCache):
+class HLACache(LoopedCache):
     """A main latent that loops 1 .. T-1 read, a loop-0 latent, and exact keys and values of the last W tokens."""
 
     scheme: HLA
@@ -56,10 +56,13 @@ class HLACache(OuroCache):
     def share(self, inputs: Inputs) -> dict[str, Tensor]:
         """What a layer at a loop adds to its latents, not rotated: [B, S, 1, r] by buffer."""
         maps, h = inputs.maps, inputs.h[:, :, None]
+        bias = lambda name: getattr(maps, name) if self.config.qk_bias else None
         if inputs.loop == 0:
-            return {"latent_k1": F.linear(h, maps.write_k1), "latent_v1": F.linear(h, maps.write_v1)}
+            return {"latent_k1": F.linear(h, maps.write_k1, bias("bias_k1")), "latent_v1": F.linear(h, maps.write_v1)}
         at = inputs.loop - 1
-        return {"latent_k": F.linear(h, maps.write_k[at]), "latent_v": F.linear(h, maps.write_v[at])}
+        # What the keys' bias adds to the main latent comes once.
+        key = F.linear(h, maps.write_k[at], bias("bias_k") if at == 0 else None)
+        return {"latent_k": key, "latent_v": F.linear(h, maps.write_v[at])}
 
     def read_prompt(self, model: Model, tokens: Tensor, positions: Tensor) -> Tensor:
         by, main, first = self.all_angles(positions)
@@ -130,7 +133,7 @@ class Part(NamedTuple):
     mean: Tensor  # [G, dh]
 
 
-class LLACache(OuroCache):
+class LLACache(LoopedCache):
     """Latents of each token's keys and values over the loops, a head each or one of all (`fold_heads`)."""
 
     scheme: LLA
@@ -187,18 +190,19 @@ class LLACache(OuroCache):
         return turn(rebuild("k"), by).to(dtype), rebuild("v").to(dtype)
 
     def rebuild_all(
-        self, model: Model, latents: Mapping[str, Tensor], by: Angles
+        self, maps: Mapping[int, Any], latents: Mapping[str, Tensor], by: Angles
     ) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-        """Rebuilt keys and values of every slot, from latents [L, B, C, N, r]."""
+        """Rebuilt keys and values of every slot, from latents [L, B, C, N, r] and the maps of each layer."""
         for slot in range(self.num_loops * self.num_layers):
             loop, layer = divmod(slot, self.num_layers)
             mine = {name: latents[name][layer] for name in ("latent_k", "latent_v")}
-            yield slot, self.rebuilt(model.layers[layer].self_attn.maps, loop, mine, by, model.norm.weight.dtype)
+            yield slot, self.rebuilt(maps[layer], loop, mine, by, self.dtype)
 
     def read_prompt(self, model: Model, tokens: Tensor, positions: Tensor) -> Tensor:
-        s, by = self.scheme, angles(positions, self.frequencies())
+        s, by, maps = self.scheme, angles(positions, self.frequencies()), {}
 
         def exact(inputs: Inputs) -> Tensor:
+            maps[inputs.layer] = inputs.maps
             for name, part in self.share(inputs).items():
                 self.add(name, inputs.layer, part)
             k = turn(inputs.k, by)
@@ -213,7 +217,7 @@ class LLACache(OuroCache):
             for layer in range(self.num_layers):
                 self.put("latent_k", layer, self.turn_rotary(latents["latent_k"][layer], positions))
         if s.full_memory:
-            for slot, (k, v) in self.rebuild_all(model, latents, by):
+            for slot, (k, v) in self.rebuild_all(maps, latents, by):
                 self.put("k", slot, k)
                 self.put("v", slot, v)
         if s.passes == 1:
@@ -233,14 +237,17 @@ class LLACache(OuroCache):
     def read_token(self, model: Model, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         s, by, visible, new = self.scheme, angles(positions, self.frequencies()), self.visible(), self.new_token()
         capacity = torch.arange(visible.shape[1], device=tokens.device)[None]
-        past_by = angles(capacity, self.frequencies())
+        past_by, maps = angles(capacity, self.frequencies()), {}
 
         def first(inputs: Inputs) -> Tensor:
+            maps[inputs.layer], slot = inputs.maps, self.slot(inputs)
             for name, part in self.share(inputs).items():
                 new[name][inputs.layer] += part[:, 0]
             if s.first_pass == "exact":
-                new["k"][self.slot(inputs)], new["v"][self.slot(inputs)] = turn(inputs.k, by)[:, 0], inputs.v[:, 0]
-            return self.attend_exactly(inputs, by, visible) if s.keeps_all else through_latents(inputs, None)
+                new["k"][slot], new["v"][slot] = turn(inputs.k, by)[:, 0], inputs.v[:, 0]
+            if s.keeps_all:
+                return self.attend_exactly(inputs, by, visible, self.buffers["k"][slot], self.buffers["v"][slot])
+            return through_latents(inputs, None)
 
         def second(inputs: Inputs) -> Tensor:
             own = {name: new[name][inputs.layer, :, None] for name in ("latent_k", "latent_v")}
@@ -264,7 +271,7 @@ class LLACache(OuroCache):
             new["latent_k"] = torch.stack([self.turn_rotary(k[:, None], positions)[:, 0] for k in new["latent_k"]])
         if s.full_memory:
             latents = {name: new[name][:, :, None] for name in ("latent_k", "latent_v")}
-            for slot, (k, v) in self.rebuild_all(model, latents, by):
+            for slot, (k, v) in self.rebuild_all(maps, latents, by):
                 new["k"][slot], new["v"][slot] = k[:, 0], v[:, 0]
         return (hidden if s.passes == 1 else model(tokens, second)), new
 

@@ -1,0 +1,97 @@
+"""The command of the main job in two processes: one is killed, both are started again on another mesh, one of them is
+told to stop, and the rest is done in turn by two processes and by one device.
+
+Everything that happens in between leaves no trace: losses and maps are those of a run on one device that never stopped.
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+import hla_jax
+from hla_jax.config import ConfigError
+from hla_jax.recipes import uptrain
+from recipes.shared_job import JOB, STEPS
+from two_processes import TESTS, finish, start
+
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+
+
+def command(workdir: pathlib.Path) -> list[str]:
+    config = TESTS / "recipes" / "shared_job.py"
+    return ["-m", "experiments.uptrain", "--multihost", f"--config={config}", f"--workdir={workdir}"]
+
+
+def wait_for(found, processes: list[subprocess.Popen]) -> None:
+    while not found():
+        assert [process.poll() for process in processes] == [None, None]
+        time.sleep(0.01)
+
+
+def saved(workdir: pathlib.Path) -> list[int]:
+    return sorted(int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdigit())
+
+
+def metrics(workdir: pathlib.Path) -> dict[int, dict[str, float]]:
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return {line.pop("step"): {k: v for k, v in line.items() if k != "steps_per_second"} for line in lines}
+
+
+@pytest.mark.long
+def test_the_command_survives_and_moves(tmp_path, quick_compile):
+    run = tmp_path / "run"
+    first, second = start(command(run), 1, tmp_path / "log1", **QUICK)
+    wait_for(lambda: saved(run), [first, second])
+    second.kill()
+    first.kill()  # it waits for the other one, as a launcher would find it
+    first.wait()
+    assert second.wait() == -signal.SIGKILL
+    at = saved(run)[-1]
+    assert 4 <= at < STEPS
+
+    again, logs = start(command(run), 2, tmp_path / "log2", **QUICK), tmp_path / "log2"
+    wait_for(lambda: "mesh" in (logs / "1").read_text(), again)
+    again[1].send_signal(signal.SIGTERM)
+    outputs = finish(again, logs)
+    stopped = [re.findall(r"stopped by SIGTERM after step (\d+); saved", output) for output in outputs]
+    assert [process.returncode for process in again] == [143, 143], "\n".join(outputs)
+    assert f"resumed after step {at}" in outputs[0]
+    assert stopped[0] == stopped[1]
+    (step,) = map(int, stopped[0])
+    assert at < step < STEPS
+    assert saved(run)[-1] == step
+    shutil.copytree(run, tmp_path / "alone")
+
+    last = start(command(run), 2, tmp_path / "log3", **QUICK)
+    outputs = finish(last, tmp_path / "log3")
+    assert [process.returncode for process in last] == [0, 0], "\n".join(outputs)
+    assert f"resumed after step {step}" in outputs[0]
+    assert "trained; the same command in one process exports and evaluates" in outputs[1]
+
+    job = dataclasses.replace(JOB, mesh=None)
+    exports = {name: uptrain.run(job, tmp_path / name, "a test") for name in ("whole", "run", "alone")}
+    expected = metrics(tmp_path / "whole")
+    assert sorted(expected) == list(range(STEPS + 1))
+    for name in ("run", "alone"):
+        found = metrics(tmp_path / name)
+        assert found.keys() == expected.keys()
+        for number, line in expected.items():
+            assert found[number] == pytest.approx(line, rel=2e-3), f"{name} step {number}"
+    maps = {name: hla_jax.load(path, dtype=None).attention.params for name, path in exports.items()}
+    for name in ("run", "alone"):
+        for key, value in maps["whole"].items():
+            np.testing.assert_allclose(maps[name][key], value, rtol=0, atol=2e-3, err_msg=f"{name} {key}")
+
+
+def test_several_processes_need_a_mesh(tmp_path, monkeypatch):
+    monkeypatch.setattr(uptrain.jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="2 processes need a mesh"):
+        uptrain.run(dataclasses.replace(JOB, mesh=None), tmp_path / "run", "a test")
