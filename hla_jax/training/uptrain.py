@@ -301,8 +301,8 @@ def even_queries(batch: int, length: int, count: int) -> Int[Array, "B Q"]:
 
 
 def random_queries(rng: Key[Array, ""], batch: int, length: int, count: int) -> Int[Array, "B Q"]:
-    """`count` different positions of each row."""
-    return jax.lax.top_k(jax.random.uniform(rng, (batch, length)), count)[1]
+    """`count` different positions of each row, ascending."""
+    return jnp.sort(jax.lax.top_k(jax.random.uniform(rng, (batch, length)), count)[1], axis=1)
 
 
 def divergence(

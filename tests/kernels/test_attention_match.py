@@ -12,10 +12,11 @@ from hla_jax.kernels.attention_match import Fitted, Fixed, blockwise, reference
 B, S, H, G, DH, D, RK, RV, WINDOW = 2, 13, 4, 2, 6, 10, 8, 5, 3
 
 
-def operands(queries: int = S) -> tuple[Fitted, Fixed, jax.Array, jax.Array]:
+def operands(queries: int = S, ascending: bool = False) -> tuple[Fitted, Fixed, jax.Array, jax.Array]:
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape))
-    index = jnp.asarray(np.stack([rng.permutation(S)[:queries] for _ in range(B)]))
+    index = np.stack([rng.permutation(S)[:queries] for _ in range(B)])
+    index = jnp.asarray(np.sort(index) if ascending else index)
     segments = jnp.asarray([[1] * 6 + [2] * 7, [1] * 10 + [0] * 3])
     counted = (jnp.take_along_axis(segments, index, 1) > 0) / B
     fitted = Fitted(draw(B, queries, H, RK), draw(B, S, RK), draw(B, S, RV), draw(H, RV, DH))
@@ -51,23 +52,24 @@ def test_reference_is_the_definition(x64: None) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("queries", [S, 6])
+@pytest.mark.parametrize(("queries", "ascending"), [(S, True), (6, False)])
 def test_blocks_agree_with_the_reference_in_value_and_gradient(
-    queries: int, x64: None, monkeypatch: pytest.MonkeyPatch
+    queries: int, ascending: bool, x64: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fitted, *rest = operands(queries)
+    fitted, *rest = operands(queries, ascending)
 
     def direct(fitted: Fitted) -> jax.Array:
         match = reference.attention_match(fitted, *rest, WINDOW)
         return match.kl + match.error
 
-    expected, gradient = jax.value_and_grad(direct)(fitted)
+    expected, gradient = jax.jit(jax.value_and_grad(direct))(fitted)
     monkeypatch.setattr(blockwise, "BLOCK_NUMBERS", 1)
     monkeypatch.setattr(blockwise, "SMALLEST_BLOCK", 4)
+    monkeypatch.setattr(blockwise, "SMALLEST_LENGTH", 4)
     loss = lambda fitted: 3 * blockwise.attention_match(fitted, *rest, WINDOW)[0]
-    found, found_gradient = jax.value_and_grad(loss)(fitted)
+    found, found_gradient = jax.jit(jax.value_and_grad(loss))(fitted)
     np.testing.assert_allclose(found, 3 * expected, rtol=1e-12)
-    np.testing.assert_allclose(blockwise.attention_match(fitted, *rest, WINDOW)[0], expected, rtol=1e-12)
+    np.testing.assert_allclose(jax.jit(loss)(fitted), 3 * expected, rtol=1e-12)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 3 * b, rtol=1e-9, atol=1e-12), found_gradient, gradient)
 
 

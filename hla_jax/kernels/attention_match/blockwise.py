@@ -3,12 +3,16 @@
 The result is a sum over queries, so the gradient is a sum too: each block's gradient is taken right after its value,
 while its scores exist, and nothing of the size queries x tokens outlives the block. The backward pass only scales the
 gradients by the cotangent.
+
+A block reads only the tokens up to its last query, in one of a few lengths: with ascending queries most of the future
+is never looked at. Any order gives the same result.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +25,11 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 # Scores of one block, in numbers over all sequences and heads.
-BLOCK_NUMBERS = 1 << 22
+BLOCK_NUMBERS = 1 << 20
 SMALLEST_BLOCK = 16
+# Lengths that a block's tokens can have: each is a program of its own, so short documents have but one.
+LENGTHS = 8
+SMALLEST_LENGTH = 256
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -44,9 +51,18 @@ def _blocks(fitted: Fitted, fixed: Fixed, index: Array, counted: Array, window: 
         padded = jnp.pad(x, ((0, 0), (0, count * size - queries)) + ((0, 0),) * (x.ndim - 2))
         return jnp.moveaxis(padded.reshape(batch, count, size, *x.shape[2:]), 1, 0)
 
-    def value(fitted: Fitted, q: Array, index: Array, counted: Array) -> tuple[Array, Match]:
-        match = reference.attention_match(fitted, fixed._replace(q=q), index, counted, window)
+    lengths = _lengths(fixed.k.shape[1])
+
+    def value(length: int, fitted: Fitted, q: Array, index: Array, counted: Array) -> tuple[Array, Match]:
+        seen = fitted._replace(k=fitted.k[:, :length], v=fitted.v[:, :length])
+        exact = Fixed(q, *(x[:, :length] for x in (fixed.k, fixed.v)), fixed.o_proj, fixed.segments[:, :length])
+        match = reference.attention_match(seen, exact, index, counted, window)
         return match.kl + match.error, match
+
+    def up_to_last(function: Callable[..., Any], fitted: Fitted, q: Array, index: Array, counted: Array) -> Any:
+        shortest = jnp.searchsorted(jnp.array(lengths), jnp.max(index), side="right")
+        of_length = [functools.partial(function, length) for length in lengths]
+        return jax.lax.switch(shortest, of_length, fitted, q, index, counted)
 
     wide = jnp.promote_types(fixed.q.dtype, jnp.float32)
     nothing = jnp.zeros((), wide)
@@ -54,12 +70,13 @@ def _blocks(fitted: Fitted, fixed: Fixed, index: Array, counted: Array, window: 
     add = lambda sums, parts: jax.tree.map(lambda total, part: total + part.astype(total.dtype), sums, parts)
 
     if not with_gradient:
-        one = lambda sums, xs: (add(sums, value(fitted._replace(q=xs[0]), *xs[1:])), None)
+        one = lambda sums, xs: (add(sums, up_to_last(value, fitted._replace(q=xs[0]), *xs[1:])), None)
         return jax.lax.scan(one, (nothing, Match(nothing, nothing)), blocks)[0], None
 
+    with_gradients = jax.value_and_grad(value, argnums=1, has_aux=True)
+
     def block(sums, xs):
-        latent_q, *rest = xs
-        (loss, match), gradient = jax.value_and_grad(value, has_aux=True)(fitted._replace(q=latent_q), *rest)
+        (loss, match), gradient = up_to_last(with_gradients, fitted._replace(q=xs[0]), *xs[1:])
         shared = gradient._replace(q=jnp.zeros(()))
         return add(sums, (loss, match, shared)), gradient.q
 
@@ -67,6 +84,12 @@ def _blocks(fitted: Fitted, fixed: Fixed, index: Array, counted: Array, window: 
     (loss, match, shared), latent_q = jax.lax.scan(block, (nothing, Match(nothing, nothing), zeros), blocks)
     latent_q = jnp.moveaxis(latent_q, 0, 1).reshape(batch, count * size, heads, -1)[:, :queries]
     return (loss, match), shared._replace(q=latent_q)
+
+
+def _lengths(tokens: int) -> tuple[int, ...]:
+    """Of the tokens that a block can read, ascending to all of them."""
+    count = max(1, min(LENGTHS, tokens // SMALLEST_LENGTH))
+    return tuple(-(-tokens * part // count) for part in range(1, count + 1))
 
 
 def _save(fitted: Fitted, fixed: Fixed, index: Array, counted: Array, window: int):
