@@ -29,11 +29,11 @@ from absl import flags
 import hla_jax
 from experiments import command_line, launch
 from hla_jax import attention_files, tensor_files
+from hla_jax.analysis import steps
 from hla_jax.analysis.analyses import ANALYSES, Settings, Subject
 from hla_jax.analysis.bench import Bench, Sweeps
 from hla_jax.analysis.divergence import RANGES
 from hla_jax.analysis.page import write_page
-from hla_jax.analysis.steps import steps_sweep
 from hla_jax.analysis.sweeps import SWEEPS
 from hla_jax.attention import registry
 from hla_jax.attention.hla import HLA
@@ -48,7 +48,7 @@ from hla_jax.recipes.workdir import claim
 if TYPE_CHECKING:
     from jaxtyping import Int
 
-_SWEEPS = SWEEPS | {"steps": steps_sweep}
+_SWEEPS = SWEEPS | {"steps": steps.steps_sweep}
 _NAMES = (*ANALYSES, *_SWEEPS)
 _WHAT = flags.DEFINE_list("what", ["all"], f"Which: all (but steps), or some of {', '.join(_NAMES)}.")
 _MODEL = flags.DEFINE_string("model", str(hla_jax.NANO), "Directory or hub id.")
@@ -135,6 +135,8 @@ def run(job: Job, names: Sequence[str], workdir: pathlib.Path, title: str) -> pa
     model = hla_jax.load(job.model, job.dtype, mesh)
     if sweeps:
         job.sweeps.check(model.config, job.tokens)
+    if "steps" in names:
+        steps.sizes(job.sweeps, model.config)
     common, own = job.claims()
     claim(workdir, common)
     for name in [*names, *(["cells"] if sweeps else [])]:

@@ -130,7 +130,16 @@ def _fitting(axis: str | None, size: int, mesh: Mesh | AbstractMesh, rules: Rule
 
 
 def _sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
-    """Of the axes over which arrays can be split: inside of `shard_map` they are split over its own ones already."""
+    """Of the axes over which arrays can be split: inside of `shard_map` they are split over its own ones already.
+
+    Raises:
+      ConfigError: an axis is explicit, as `jax.make_mesh` makes them unless told otherwise.
+    """
+    if AxisType.Explicit in mesh.axis_types:
+        raise ConfigError(
+            f"mesh: axes {mesh.axis_names} must be of the type Auto, found {mesh.axis_types}; "
+            "hla_jax.sharding.make_mesh(fsdp=...) makes such, or jax.make_mesh(..., axis_types=...)"
+        )
     return {
         name: mesh.shape[name]
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)

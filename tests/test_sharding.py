@@ -3,7 +3,7 @@
 import types
 
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from hla_jax import sharding
 from hla_jax.config import ConfigError
@@ -50,6 +50,12 @@ def test_a_mesh_that_does_not_fit_is_refused():
         with pytest.raises(ConfigError, match="mesh MeshConfig"):
             MeshConfig(**sizes).make([types.SimpleNamespace()] * 4)
     assert dict(MeshConfig(fsdp=-1).make().shape) == {"data": 1, "fsdp": 1, "tensor": 1, "sequence": 1}
+
+
+def test_a_mesh_of_explicit_axes_is_refused():
+    explicit = AbstractMesh((2,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    with pytest.raises(ConfigError, match=r"must be of the type Auto, found .*Explicit"):
+        spec(("embed",), (4,), explicit)
 
 
 def test_without_a_mesh_nothing_is_split():

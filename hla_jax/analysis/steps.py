@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from hla_jax.analysis.bench import Bench, Result, StepSweep, resized
+from hla_jax.analysis.bench import Bench, Result, StepSweep, Sweeps, resized
 from hla_jax.attention.full import FullCache
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.lla import LLA
@@ -34,16 +34,13 @@ def steps_sweep(bench: Bench) -> Result:
     `attention.steps.for_steps`, beside maps of the same sizes that are fitted to each number.
 
     Raises:
-      ConfigError: the model has fewer loops than the sweep asks for, or the sweeps have no sizes for this.
+      ConfigError: see `sizes`.
     """
-    sweep, model = bench.sweeps.steps, bench.subject.model
-    if sweep is None:
-        raise ConfigError("steps: --config has no sizes for it; configs/nano_sweeps.py has")
+    model = bench.subject.model
+    sweep = sizes(bench.sweeps, model.config)
     own, any_number = model.config.num_loops, isinstance(model.config, HuginnConfig)
     middle = {name: schemes[len(schemes) // 2] for name, schemes in schemes_of(model.config, sweep).items()}
     fitted_to_own = functools.cache(lambda name: calibrate(model, middle[name], bench.subject.rows))
-    if not any_number and max(sweep.numbers) > own:
-        raise ConfigError(f"steps: the model has {own} loops, the sweep asks for {max(sweep.numbers)}")
 
     def adapted(running: Model) -> Result:
         return {name: _adapted(bench, running, scheme, fitted_to_own(name)) for name, scheme in middle.items()}
@@ -58,6 +55,16 @@ def steps_sweep(bench: Bench) -> Result:
         if any_number and steps != own:
             found["adapted"][str(steps)] = bench.kept(f"{steps} steps adapted", lambda: adapted(running))  # noqa: B023
     return found
+
+
+def sizes(sweeps: Sweeps, config: ModelConfig) -> StepSweep:
+    """What `steps_sweep` runs. Raises `ConfigError` without any, and for more loops than an Ouro has."""
+    if sweeps.steps is None:
+        raise ConfigError("steps: --config has no sizes for it; configs/nano_sweeps.py has")
+    most = max(sweeps.steps.numbers)
+    if most > config.num_loops and not isinstance(config, HuginnConfig):
+        raise ConfigError(f"steps: the model has {config.num_loops} loops, the sweep asks for {most}")
+    return sweeps.steps
 
 
 def schemes_of(config: ModelConfig, sweep: StepSweep) -> dict[str, list[Scheme]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hla_jax.analysis import figures
 from hla_jax.analysis.figures import Figure, Panel, Points
+from hla_jax.evaluation.estimates import Estimate
 from hla_jax.evaluation.markdown import table
 
 Result = Mapping[str, Any]
@@ -38,9 +39,7 @@ def steps_section(found: Result) -> tuple[list[str], dict[str, Figure]]:
     }
 
     def cell(one: Result) -> str:
-        kl = one["decoding_kl"]
-        spread = "" if kl["stderr"] is None else f" ± {kl['stderr']:.3f}"
-        return f"{kl['mean']:.3f}{spread}, {100 * one['top1']['mean']:.0f}%"
+        return f"{Estimate(**one['decoding_kl']):.3f}, {100 * one['top1']['mean']:.0f}%"
 
     with_ratio = lambda one: f"{cell(one)} [{one['ratio']:.3g}x]"
     by_rank = [{one["scheme"]["rank_k"]: one for one in cells} for cells in found["hla"].values()]

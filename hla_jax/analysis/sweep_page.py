@@ -13,7 +13,7 @@ from hla_jax.analysis.figures import Figure, Panel, Points
 from hla_jax.analysis.sweeps import RANDOM, RANKS, SVD, WITH, WITHOUT
 from hla_jax.evaluation.comparison import Row
 from hla_jax.evaluation.comparison_report import quality_figure
-from hla_jax.evaluation.estimates import Proportion, bootstrap
+from hla_jax.evaluation.estimates import Estimate, Proportion, bootstrap
 from hla_jax.evaluation.markdown import table
 
 Result = Mapping[str, Any]
@@ -294,9 +294,7 @@ def _trained_table(cells: Sequence[Result], name: Callable[[Result], str]) -> li
 
 
 def _decoded(cell: Result) -> str:
-    kl, top1 = cell["decoding_kl"], cell["top1"]
-    spread = "" if kl["stderr"] is None else f" ± {kl['stderr']:.3f}"
-    return f"{kl['mean']:.3f}{spread}, {100 * top1['mean']:.0f}%"
+    return f"{Estimate(**cell['decoding_kl']):.3f}, {100 * cell['top1']['mean']:.0f}%"
 
 
 def _sizes(scheme: Result) -> str:

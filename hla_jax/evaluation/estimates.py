@@ -32,6 +32,11 @@ class Estimate:
         stderr = float(np.std(by_sequence, ddof=1) / math.sqrt(count)) if count > 1 else None
         return cls(float(np.mean(by_sequence)), stderr, count)
 
+    def __format__(self, spec: str) -> str:
+        """`f"{estimate:.3f}"`: the mean ± its error, each so written; no minus before what rounds to nothing."""
+        spread = "" if self.stderr is None else f" ± {self.stderr:{spec}}"
+        return f"{self.mean:z{spec}}{spread}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Interval:

@@ -118,7 +118,7 @@ def _decoding(results: Results, directory: pathlib.Path) -> list[str]:
     figures.save(figure, directory / "decoding_kl.png")
     ranges = [f"{part.start} to {part.stop - 1}" for part in next(iter(found.values())).by_position]
     rows = [
-        (name, _plus_minus(one.kl), _plus_minus(one.top1, 3), *(f"{part.kl.mean:.4f}" for part in one.by_position))
+        (name, f"{one.kl:.4f}", f"{one.top1:.3f}", *(f"{part.kl.mean:.4f}" for part in one.by_position))
         for name, one in found.items()
     ]
     return [
@@ -314,11 +314,6 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 def _mean(values: Sequence[float]) -> str:
     return f"{sum(values) / len(values):.4f}"
-
-
-def _plus_minus(estimate: Estimate, digits: int = 4) -> str:
-    spread = "" if estimate.stderr is None else f" ± {estimate.stderr:.{digits}f}"
-    return f"{estimate.mean:.{digits}f}{spread}"
 
 
 def _interval(estimate: Estimate) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hla_jax import tensor_files
 from hla_jax.analysis import figures
-from hla_jax.evaluation.estimates import Estimate, Interval
+from hla_jax.evaluation.estimates import Interval
 from hla_jax.evaluation.fidelity import Fidelity
 from hla_jax.evaluation.markdown import table
 from hla_jax.evaluation.memory import Memory
@@ -167,7 +167,10 @@ def _fidelity(found: Mapping[str, Fidelity]) -> list[str]:
         "",
         *table(
             ["cache", "KL", "top-1", *ranges],
-            [(name, _pm(one.decoding.kl), _pm(one.decoding.top1, 3), *decoding(one)) for name, one in found.items()],
+            [
+                (name, f"{one.decoding.kl:.4f}", f"{one.decoding.top1:.3f}", *decoding(one))
+                for name, one in found.items()
+            ],
         ),
         "",
         "One parallel pass in which every token reads the past through the cache: KL, and the relative squared error",
@@ -175,7 +178,7 @@ def _fidelity(found: Mapping[str, Fidelity]) -> list[str]:
         "",
         *table(
             ["cache", "KL", *loops],
-            [(name, _pm(one.parallel_kl), *(f"{x:.4f}" for x in one.output_error)) for name, one in found.items()],
+            [(name, f"{one.parallel_kl:.4f}", *(f"{x:.4f}" for x in one.output_error)) for name, one in found.items()],
         ),
     ]
     for name, one in weights.items():
@@ -196,8 +199,3 @@ def _between(interval: Interval) -> str:
 
 def _number(interval: Interval) -> str:
     return f"{100 * interval.mean:.1f}%"
-
-
-def _pm(estimate: Estimate, digits: int = 4) -> str:
-    spread = "" if estimate.stderr is None else f" ± {estimate.stderr:.{digits}f}"
-    return f"{estimate.mean:.{digits}f}{spread}"

@@ -16,13 +16,13 @@ from hla_jax.training.loop import LoopConfig
 from hla_jax.training.optimizer import OptimizerConfig
 from hla_jax.training.uptrain import LongDocuments, UptrainConfig
 
-STEPS = 16
+STEPS = 8
 UPTRAIN = UptrainConfig(
     sources=(Source(STANDARD_LIBRARY),),
     batches=BatchConfig(batch_size=8, length=96),
     shift=ShiftConfig(fraction=0.75, max_chunks=4, max_distance=512),
     optimizer=OptimizerConfig(peak_learning_rate=5e-3, total_steps=STEPS, warmup_steps=2),
-    loop=LoopConfig(steps=STEPS, log_every=1, evaluate_every=STEPS, save_every=4),
+    loop=LoopConfig(steps=STEPS, log_every=1, evaluate_every=STEPS, save_every=2),
     micro_batches=2,
     held_out_batches=1,
     long=LongDocuments((Source(STANDARD_LIBRARY),), 4, length=192, queries=32, micro_batches=1, held_out=4),

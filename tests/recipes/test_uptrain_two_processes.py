@@ -1,5 +1,5 @@
-"""The command of the main job in two processes: one is killed, both are started again on another mesh, one of them is
-told to stop, and the rest is done in turn by two processes and by one device.
+"""The command of the main job in two processes: one is killed, and the rest is done in turn by two processes on another
+mesh and by one device. Being told to stop is in training/test_two_processes.py.
 
 Everything that happens in between leaves no trace: losses and maps are those of a run on one device that never stopped.
 """
@@ -7,7 +7,6 @@ Everything that happens in between leaves no trace: losses and maps are those of
 import dataclasses
 import json
 import pathlib
-import re
 import shutil
 import signal
 import subprocess
@@ -55,25 +54,14 @@ def test_the_command_survives_and_moves(tmp_path, quick_compile):
     first.wait()
     assert second.wait() == -signal.SIGKILL
     at = saved(run)[-1]
-    assert 4 <= at < STEPS
+    assert 2 <= at < STEPS
 
-    again, logs = start(command(run), 2, tmp_path / "log2", **QUICK), tmp_path / "log2"
-    wait_for(lambda: "mesh" in (logs / "1").read_text(), again)
-    again[1].send_signal(signal.SIGTERM)
-    outputs = finish(again, logs)
-    stopped = [re.findall(r"stopped by SIGTERM after step (\d+); saved", output) for output in outputs]
-    assert [process.returncode for process in again] == [143, 143], "\n".join(outputs)
-    assert f"resumed after step {at}" in outputs[0]
-    assert stopped[0] == stopped[1]
-    (step,) = map(int, stopped[0])
-    assert at < step < STEPS
-    assert saved(run)[-1] == step
     shutil.copytree(run, tmp_path / "alone")
 
-    last = start(command(run), 2, tmp_path / "log3", **QUICK)
-    outputs = finish(last, tmp_path / "log3")
-    assert [process.returncode for process in last] == [0, 0], "\n".join(outputs)
-    assert f"resumed after step {step}" in outputs[0]
+    again = start(command(run), 2, tmp_path / "log2", **QUICK)
+    outputs = finish(again, tmp_path / "log2")
+    assert [process.returncode for process in again] == [0, 0], "\n".join(outputs)
+    assert f"resumed after step {at}" in outputs[0]
     assert "trained; the same command in one process exports and evaluates" in outputs[1]
 
     job = dataclasses.replace(JOB, mesh=None)
