@@ -21,7 +21,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 def on_eight_devices(script: str, *arguments: object) -> None:
     """Runs a program with these arguments; raises if it fails."""
     environment = os.environ | {
-        "XLA_FLAGS": " ".join(FLAGS),
+        "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
     }

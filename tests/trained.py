@@ -8,7 +8,6 @@ from hla_jax.attention.scheme import Attention
 from hla_jax.data import pipeline
 from hla_jax.data.packing import BatchConfig
 from hla_jax.data.pipeline import STANDARD_LIBRARY, Source
-from hla_jax.training.distill import HELD_OUT, DistillConfig, distill
 from hla_jax.training.loop import LoopConfig
 from hla_jax.training.optimizer import OptimizerConfig
 from hla_jax.training.uptrain import UptrainConfig, uptrain
@@ -24,7 +23,7 @@ _SOURCES = (Source(STANDARD_LIBRARY, 1.0),)
 
 
 def trained(name: str, workdir: pathlib.Path) -> hla_jax.Model:
-    """The embedded model in float32 with HLA's maps uptrained, LLA's distilled, or its full cache."""
+    """The embedded model in float32 with HLA's maps uptrained, LLA's of the closed form, or its full cache."""
     model = hla_jax.load(hla_jax.NANO, dtype="float32")
     return dataclasses.replace(model, attention=_trained_maps(model, name, workdir))
 
@@ -38,8 +37,4 @@ def _trained_maps(model: hla_jax.Model, name: str, workdir: pathlib.Path) -> Att
             _SOURCES, batches, OptimizerConfig(5e-3, 32, 4), LoopConfig(32, evaluate_every=32), held_out_batches=1
         )
         return uptrain(model, initial, model.tokenizer, how, workdir)
-    if name == "lla":
-        loop = LoopConfig(8, evaluate_every=8, save_every=8, best_metric=HELD_OUT)
-        how = DistillConfig(_SOURCES, batches, OptimizerConfig(1e-3, 8, 2), loop, held_out_batches=1)
-        return distill(model, initial, model.tokenizer, how, workdir)
     return initial

@@ -20,8 +20,6 @@ ALL = CONFIG.num_kv_heads * CONFIG.head_dim
 FULL_RANK = {
     "lla": LLA(TRAJECTORY, TRAJECTORY),
     "lla_exact": LLA(TRAJECTORY, TRAJECTORY, first_pass="exact"),
-    "lla_single": LLA(TRAJECTORY, TRAJECTORY, single_pass=True),
-    "lla_full_memory": LLA(TRAJECTORY, TRAJECTORY, full_memory=True),
     "lla_2d": LLA(CONFIG.num_loops * ALL, CONFIG.num_loops * ALL, fold_heads=True),
     "head": HeadLatent(ALL, ALL),
     "layer": LayerLatent(2 * CONFIG.head_dim, 2 * CONFIG.head_dim, layers=2),

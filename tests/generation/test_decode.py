@@ -26,13 +26,11 @@ LENGTHS = jnp.asarray([9, 2, 6])
 def attention_of(name: str, config, dtype: str) -> Attention:
     return {
         "full": Attention(FullCache()),
-        "shared": Attention(SharedLoop(3)),
-        "final-loop reuse": Attention(SharedLoop(0)),
         "hla": random_hla(config, 3, dtype),
     }[name]
 
 
-@pytest.mark.parametrize("scheme", ["hla", *long_cases("full", "shared", "final-loop reuse")])
+@pytest.mark.parametrize("scheme", ["hla", *long_cases("full")])
 def test_a_request_does_not_depend_on_its_batch(scheme, quick_compile, x64):
     """Prompts of different lengths, in one batch and each alone: the same logits, whatever the padding holds."""
     config = tiny_config()

@@ -12,7 +12,6 @@ import pytest
 from hla_jax.attention.eviction import Evicted
 from hla_jax.attention.full import FullCache
 from hla_jax.attention.lla import LLA
-from hla_jax.attention.low_bit import LowBit
 from hla_jax.attention.scheme import Attention
 from hla_jax.generation import decode
 from hla_jax.generation import engine as engine_file
@@ -40,7 +39,6 @@ def attention_of(name: str) -> Attention:
         "hla": lambda: hla,
         "lla": lambda: random_maps(LLA(6, 6), CONFIG),
         "evicted": lambda: Attention(Evicted(hla.scheme, 34, first=2), hla.params),
-        "low bits": lambda: random_maps(LowBit(4), CONFIG),
     }[name]()
 
 
@@ -59,7 +57,7 @@ def engine_of(model: Model, slots: int = 3, **options) -> Engine:
     return Engine(model, slots=slots, capacity=64, **(dict(tokens_per_dispatch=4) | options))
 
 
-@pytest.mark.parametrize("scheme", ["hla", *long_cases("full", "lla", "evicted", "low bits")])
+@pytest.mark.parametrize("scheme", ["hla", *long_cases("lla", "evicted")])
 def test_the_tokens_of_generate_alone_and_in_a_crowd(scheme):
     """Seven requests take turns in three slots, in two orders; then each has the engine for itself."""
     model = Model(CONFIG, PARAMS, attention_of(scheme))

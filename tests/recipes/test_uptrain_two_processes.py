@@ -1,7 +1,8 @@
 """The command of the main job in two processes: one is killed, and the rest is done in turn by two processes on another
-mesh and by one device. Being told to stop is in training/test_two_processes.py.
+mesh and by one device.
 
-Everything that happens in between leaves no trace: losses and maps are those of a run on one device that never stopped.
+Both have the same losses. That these are of a run that never stopped, and what happens to one that is told to stop, is
+in training/test_two_processes.py.
 """
 
 import dataclasses
@@ -12,7 +13,6 @@ import signal
 import subprocess
 import time
 
-import numpy as np
 import pytest
 
 import hla_jax
@@ -64,19 +64,12 @@ def test_the_command_survives_and_moves(tmp_path, quick_compile):
     assert f"resumed after step {at}" in outputs[0]
     assert "trained; the same command in one process exports and evaluates" in outputs[1]
 
-    job = dataclasses.replace(JOB, mesh=None)
-    exports = {name: uptrain.run(job, tmp_path / name, "a test") for name in ("whole", "run", "alone")}
-    expected = metrics(tmp_path / "whole")
-    assert sorted(expected) == list(range(STEPS + 1))
-    for name in ("run", "alone"):
-        found = metrics(tmp_path / name)
-        assert found.keys() == expected.keys()
-        for number, line in expected.items():
-            assert found[number] == pytest.approx(line, rel=2e-3), f"{name} step {number}"
-    maps = {name: hla_jax.load(path, dtype=None).attention.params for name, path in exports.items()}
-    for name in ("run", "alone"):
-        for key, value in maps["whole"].items():
-            np.testing.assert_allclose(maps[name][key], value, rtol=0, atol=2e-3, err_msg=f"{name} {key}")
+    export = uptrain.run(dataclasses.replace(JOB, mesh=None), tmp_path / "alone", "a test")
+    assert hla_jax.load(export, dtype=None).attention.scheme == JOB.scheme
+    found, expected = metrics(run), metrics(tmp_path / "alone")
+    assert sorted(found) == sorted(expected) == list(range(STEPS + 1))
+    for number, line in expected.items():
+        assert found[number] == pytest.approx(line, rel=2e-3), f"step {number}"
 
 
 def test_several_processes_need_a_mesh(tmp_path, monkeypatch):

@@ -40,8 +40,6 @@ SIZES = tiny_huginn(num_loops=3, num_prelude=2, num_coda=1, initial_state="zeros
 SCHEMES = (
     FullCache(),
     HLA(16, 8, 8, 3, pair_frequency=(1, 0, 2, 3, 0, 1, 3, 2)),
-    HLA(16, 8, 8, 0),
-    LLA(6, 5),
     LLA(9, 7, fold_heads=True, first_pass="exact"),
     LLA(9, 7, full_memory=True),
     LLA(6, 5, rank_rope=4),
