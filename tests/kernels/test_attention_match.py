@@ -63,7 +63,7 @@ def test_blocks_agree_with_the_reference_in_value_and_gradient(
         return match.kl + match.error
 
     expected, gradient = jax.jit(jax.value_and_grad(direct))(fitted)
-    monkeypatch.setattr(blockwise, "BLOCK_NUMBERS", 1)
+    monkeypatch.setattr(blockwise, "CPU_BLOCK_NUMBERS", 1)
     monkeypatch.setattr(blockwise, "SMALLEST_BLOCK", 4)
     monkeypatch.setattr(blockwise, "SMALLEST_LENGTH", 4)
     loss = lambda fitted: 3 * blockwise.attention_match(fitted, *rest, WINDOW)[0]
@@ -78,7 +78,7 @@ def test_memory_is_linear_in_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None
     """Temporary bytes of value and gradient, as XLA plans them: four times the tokens take four times the memory, not
     sixteen.
     """
-    monkeypatch.setattr(blockwise, "BLOCK_NUMBERS", 1 << 16)
+    monkeypatch.setattr(blockwise, "CPU_BLOCK_NUMBERS", 1 << 16)
 
     def temporary_bytes(tokens: int) -> int:
         shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)

@@ -18,14 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from hla_jax.kernels import implementations
 from hla_jax.kernels.attention_match import Fitted, Fixed, reference
 from hla_jax.kernels.attention_match.reference import Match
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-# Scores of one block, in numbers over all sequences and heads.
-BLOCK_NUMBERS = 1 << 20
+# Scores of one block, in numbers over all sequences and heads: what keeps a GPU busy, and what stays in a CPU's cache.
+BLOCK_NUMBERS = 1 << 22
+CPU_BLOCK_NUMBERS = 1 << 20
 SMALLEST_BLOCK = 16
 # Lengths that a block's tokens can have: each is a program of its own, so short documents have but one.
 LENGTHS = 8
@@ -43,7 +45,8 @@ def attention_match(
 def _blocks(fitted: Fitted, fixed: Fixed, index: Array, counted: Array, window: int, with_gradient: bool):
     """Loss, both terms and, if asked for, the gradient in `fitted`."""
     batch, queries, heads, _ = fixed.q.shape
-    size = min(queries, max(SMALLEST_BLOCK, BLOCK_NUMBERS // (batch * heads * fixed.k.shape[1])))
+    numbers = CPU_BLOCK_NUMBERS if implementations.platform() == "cpu" else BLOCK_NUMBERS
+    size = min(queries, SMALLEST_LENGTH, max(SMALLEST_BLOCK, numbers // (batch * heads * fixed.k.shape[1])))
     count = -(-queries // size)
 
     def split(x: Float[Array, "B Q ..."]) -> Float[Array, "n B q ..."]:
@@ -93,6 +96,9 @@ def _lengths(tokens: int) -> tuple[int, ...]:
 
 
 def _save(fitted: Fitted, fixed: Fixed, index: Array, counted: Array, window: int):
+    # In a loop that jax differentiates, it computes ahead of the loop, for all blocks at once, what depends on nothing of
+    # the loop: the masks of all queries. Behind the barrier everything depends on the loop.
+    fitted, fixed, index, counted = jax.lax.optimization_barrier((fitted, fixed, index, counted))
     out, gradient = _blocks(fitted, fixed, index, counted, window, with_gradient=True)
     gradient = jax.tree.map(lambda g, x: g.astype(x.dtype), gradient, fitted)
     return out, gradient
