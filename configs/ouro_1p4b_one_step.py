@@ -20,7 +20,7 @@ from hla_jax.data.pipeline import STANDARD_LIBRARY, Source
 from hla_jax.training.loop import LoopConfig
 from hla_jax.training.optimizer import OptimizerConfig
 
-LENGTH = 160
+LENGTH = 512
 
 
 def get_config() -> ml_collections.ConfigDict:

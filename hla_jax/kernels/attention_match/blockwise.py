@@ -57,9 +57,10 @@ def _blocks(fitted: Fitted, fixed: Fixed, index: Array, counted: Array, window: 
     lengths = _lengths(fixed.k.shape[1])
 
     def value(length: int, fitted: Fitted, q: Array, index: Array, counted: Array) -> tuple[Array, Match]:
-        seen = fitted._replace(k=fitted.k[:, :length], v=fitted.v[:, :length])
-        exact = Fixed(q, *(x[:, :length] for x in (fixed.k, fixed.v)), fixed.o_proj, fixed.segments[:, :length])
-        match = reference.attention_match(seen, exact, index, counted, window)
+        k, v, segments = (x[:, :length] for x in (fixed.k, fixed.v, fixed.segments))
+        latent = fitted._replace(k=fitted.k[:, :length], v=fitted.v[:, :length])
+        exact = fixed._replace(q=q, k=k, v=v, segments=segments)
+        match = reference.attention_match(latent, exact, index, counted, window)
         return match.kl + match.error, match
 
     def up_to_last(function: Callable[..., Any], fitted: Fitted, q: Array, index: Array, counted: Array) -> Any:
@@ -96,8 +97,8 @@ def _lengths(tokens: int) -> tuple[int, ...]:
 
 
 def _save(fitted: Fitted, fixed: Fixed, index: Array, counted: Array, window: int):
-    # In a loop that jax differentiates, it computes ahead of the loop, for all blocks at once, what depends on nothing of
-    # the loop: the masks of all queries. Behind the barrier everything depends on the loop.
+    # Of a loop that it differentiates, jax computes ahead, for all blocks at once, what does not depend on the loop: the
+    # masks of all queries. Behind the barrier everything depends on it.
     fitted, fixed, index, counted = jax.lax.optimization_barrier((fitted, fixed, index, counted))
     out, gradient = _blocks(fitted, fixed, index, counted, window, with_gradient=True)
     gradient = jax.tree.map(lambda g, x: g.astype(x.dtype), gradient, fitted)
