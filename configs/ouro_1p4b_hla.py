@@ -9,8 +9,7 @@ Not yet run. The paper's attention KL on held-out data falls from 0.13 to 0.006 
 To see that nothing is special-cased, take one step on a random checkpoint of the same size, on a CPU:
 
     python -m experiments.random_checkpoint --size=1p4b --directory=runs/ouro_1p4b
-    python -m experiments.uptrain --config=configs/ouro_1p4b_hla.py --workdir=runs/one_step
-    --config.model=runs/ouro_1p4b ...
+    python -m experiments.uptrain --config=configs/ouro_1p4b_one_step.py --workdir=runs/ouro_1p4b_one_step
 """
 
 from __future__ import annotations

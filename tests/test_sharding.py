@@ -8,8 +8,9 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from hla_jax import sharding
 from hla_jax.config import ConfigError
 from hla_jax.sharding import MeshConfig, spec
+from tiny import auto_mesh
 
-MESH = AbstractMesh((2, 4, 2, 2), sharding.MESH_AXES)
+MESH = auto_mesh(2, 4, 2, 2, axes=sharding.MESH_AXES)
 
 
 def test_every_rule_names_axes_of_the_mesh():
@@ -42,7 +43,7 @@ def test_a_head_is_never_cut():
 
 
 def test_another_mesh_has_the_axes_it_has():
-    assert spec(("batch", "heads"), (4, 4), AbstractMesh((2,), ("tensor",))) == PartitionSpec(None, "tensor")
+    assert spec(("batch", "heads"), (4, 4), auto_mesh(2, axes=["tensor"])) == PartitionSpec(None, "tensor")
 
 
 def test_a_mesh_that_does_not_fit_is_refused():

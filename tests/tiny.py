@@ -4,11 +4,13 @@ import dataclasses
 import functools
 import json
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 from safetensors.numpy import load_file
 
 from hla_jax import attention_files
@@ -59,6 +61,11 @@ def golden(name: str, dtype: str) -> Golden:
         maps("lla_svd.safetensors", lla),
         about["prompt_length"],
     )
+
+
+def auto_mesh(*sizes: int, axes: Sequence[str]) -> AbstractMesh:
+    """Sizes and axes of a mesh, without devices."""
+    return AbstractMesh(sizes, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def long_cases(*values: object) -> list:

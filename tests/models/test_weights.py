@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import traverse_util
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from hla_jax.config import OURO_1P4B, OURO_2P6B, OuroConfig
 from hla_jax.models import weights
 from hla_jax.tensor_files import WeightsError
-from tiny import GOLDEN, GOLDEN_MODELS, tiny_config
+from tiny import GOLDEN, GOLDEN_MODELS, auto_mesh, tiny_config
 
 GQA = GOLDEN / "ouro-tiny-gqa"
 
@@ -281,7 +281,7 @@ def test_trees_have_one_structure():
 
 
 def test_shardings_never_split_a_head():
-    specs = jax.tree.map(lambda s: s.spec, weights.shardings(tiny_config(), AbstractMesh((2, 4), ("data", "tensor"))))
+    specs = jax.tree.map(lambda s: s.spec, weights.shardings(tiny_config(), auto_mesh(2, 4, axes=["data", "tensor"])))
     layers = specs["layers"]
     assert layers["q_proj"] == PartitionSpec(None, "tensor", None)  # 4 heads over 4
     assert layers["k_proj"] == PartitionSpec(None, None, None)  # 2 key-value heads cannot be
@@ -289,7 +289,7 @@ def test_shardings_never_split_a_head():
     assert specs["embed_tokens"] == PartitionSpec("tensor", None)
     assert specs["norm"] == PartitionSpec(None)
     rules = {"embed": "data", "mlp": "tensor"}
-    specs = weights.shardings(tiny_config(), AbstractMesh((2,), ("data",)), rules)
+    specs = weights.shardings(tiny_config(), auto_mesh(2, axes=["data"]), rules)
     assert specs["layers"]["gate_proj"].spec == PartitionSpec(None, None, "data")
 
 

@@ -97,8 +97,8 @@ def _lengths(tokens: int) -> tuple[int, ...]:
 
 
 def _save(fitted: Fitted, fixed: Fixed, index: Array, counted: Array, window: int):
-    # Of a loop that it differentiates, jax computes ahead, for all blocks at once, what does not depend on the loop: the
-    # masks of all queries. Behind the barrier everything depends on it.
+    # Of a loop that it differentiates, jax computes ahead, for all blocks at once, what does not depend on the loop:
+    # the masks. Behind the barrier everything depends on it.
     fitted, fixed, index, counted = jax.lax.optimization_barrier((fitted, fixed, index, counted))
     out, gradient = _blocks(fitted, fixed, index, counted, window, with_gradient=True)
     gradient = jax.tree.map(lambda g, x: g.astype(x.dtype), gradient, fitted)
