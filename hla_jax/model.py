@@ -193,7 +193,12 @@ def _forward_swapped(params, config, attention, tokens):
 def token_batch(model: Model, tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
     """Token ids as an int32 array. Raises `ValueError` for another shape or type, or ids outside the vocabulary."""
     if not isinstance(tokens, jax.Array):
-        tokens = np.asarray(tokens)
+        try:
+            tokens = np.asarray(tokens)
+        except ValueError:
+            raise ValueError(
+                "tokens must be rows of one length, [batch, tokens]: pad the others on the right"
+            ) from None
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.size == 0:
         raise ValueError(
             f"tokens must be a non-empty integer array [batch, tokens], found {tokens.dtype}{list(tokens.shape)}"

@@ -63,6 +63,11 @@ def test_a_model_decodes_with_its_own_attention(model):
     assert np.abs(hla_jax.decode_forced(lossy, tokens, 4) - forward(model, tokens)).max() > 1e-2
 
 
+def test_rows_of_other_lengths_are_refused(model):
+    with pytest.raises(ValueError, match="tokens must be rows of one length"):
+        forward(model, [[1, 2], [3]])
+
+
 @pytest.mark.parametrize("tokens", [[1, 2], [[]], [[0.5, 1.0]], [[[1]]]])
 def test_only_a_batch_of_token_ids_is_accepted(tokens, model):
     for run in (forward, forward_swapped):
