@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
 import multiprocessing
 import pathlib
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import jax.numpy as jnp
@@ -107,7 +110,8 @@ def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
             target=measure, args=(settings, job, expected[name], folder, missing)
         )
         child.start()
-        child.join()
+        with ends_with_us(child):
+            child.join()
         if child.exitcode:
             raise ConfigError(f"{name}: the engine's process ended with {child.exitcode}; its messages are above")
     found = {
@@ -119,6 +123,22 @@ def run(job: Job, workdir: pathlib.Path, title: str) -> pathlib.Path:
 
     requests = job.requests, job.prompt, job.new
     return write_report(found, job.contexts, requests, ratio, _facts(job, caches, title), workdir)
+
+
+@contextlib.contextmanager
+def ends_with_us(child: BaseProcess) -> Iterator[None]:
+    """SIGTERM to this process, and whatever else ends the block, ends the child: an engine would go on for nobody."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        child.terminate()
+        child.join()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """Capacity and speed by cache, with engines made by hand: exports, cells, resuming, the report, mistakes."""
 
 import dataclasses
+import os
+import signal
 import types
+from unittest import mock
 
 import pytest
 
@@ -42,12 +45,20 @@ def engines(monkeypatch):
 
         def __init__(self, target, args):
             self.start = lambda: target(*args)
-            self.join = lambda: None
+            self.join = self.terminate = lambda: None
 
     monkeypatch.setattr(served, "Server", server)
     context = types.SimpleNamespace(Process=Process)
     monkeypatch.setattr(serve_capacity.multiprocessing, "get_context", lambda kind: context)
     return served_directories
+
+
+def test_a_signal_ends_the_engine_too():
+    child = mock.Mock()
+    with pytest.raises(SystemExit, match="143"), serve_capacity.ends_with_us(child):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert [call[0] for call in child.method_calls] == ["terminate", "join"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.usefixtures("quick_compile")
