@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import shutil
 from collections.abc import Sequence
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from safetensors.numpy import load_file
 
+import hla_jax
 from hla_jax import attention_files
 from hla_jax.attention.hla import HLA
 from hla_jax.attention.lla import LLA
@@ -61,6 +63,20 @@ def golden(name: str, dtype: str) -> Golden:
         maps("lla_svd.safetensors", lla),
         about["prompt_length"],
     )
+
+
+def golden_copy(name: str, directory: pathlib.Path) -> pathlib.Path:
+    """A new directory with a golden checkpoint, to damage or to export from."""
+    directory.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        shutil.copyfile(GOLDEN / name / file, directory / file)
+    return directory
+
+
+def copy_tokenizer(directory: pathlib.Path) -> None:
+    """Gives a model the embedded one's tokenizer."""
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(hla_jax.NANO / file, directory / file)
 
 
 def auto_mesh(*sizes: int, axes: Sequence[str]) -> AbstractMesh:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -14,17 +13,14 @@ from hla_jax.config import OURO_1P4B, ConfigError
 from hla_jax.recipes import export
 from hla_jax.serving.export import ExportError
 from hla_jax.tensor_files import WeightsError
-from tiny import GOLDEN, random_maps
+from tiny import golden_copy, random_maps
 
 HLA = hla_jax.HLA(rank_k=32, rank_v=24, rank_loop1=16, window=5)
 
 
 @pytest.fixture
 def base(tmp_path):
-    (tmp_path / "base").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(GOLDEN / "ouro-tiny" / name, tmp_path / "base" / name)
-    return tmp_path / "base"
+    return golden_copy("ouro-tiny", tmp_path / "base")
 
 
 def job(directory, **changes):

@@ -1,7 +1,6 @@
 """Huginn's files: what is read is written again, name by name and bit by bit, and each fault is one clear error."""
 
 import json
-import shutil
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from hla_jax.config import HuginnConfig, ModelConfig
 from hla_jax.models import weights
 from hla_jax.tensor_files import WeightsError
-from tiny import GOLDEN
+from tiny import GOLDEN, golden_copy
 
 HUGINN = GOLDEN / "huginn-tiny"
 
@@ -19,11 +18,7 @@ HUGINN = GOLDEN / "huginn-tiny"
 @pytest.fixture
 def checkpoint(tmp_path):
     """A directory to damage."""
-    directory = tmp_path / "model"
-    directory.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(HUGINN / name, directory / name)
-    return directory
+    return golden_copy("huginn-tiny", tmp_path / "model")
 
 
 def read(directory, dtype=None):

@@ -1,7 +1,6 @@
 """The weight table: reading equals the files, writing equals reading, each fault of a checkpoint is one clear error."""
 
 import json
-import shutil
 import subprocess
 import sys
 
@@ -18,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from hla_jax.config import OURO_1P4B, OURO_2P6B, OuroConfig
 from hla_jax.models import weights
 from hla_jax.tensor_files import WeightsError
-from tiny import GOLDEN, GOLDEN_MODELS, auto_mesh, tiny_config
+from tiny import GOLDEN, GOLDEN_MODELS, auto_mesh, golden_copy, tiny_config
 
 GQA = GOLDEN / "ouro-tiny-gqa"
 
@@ -46,11 +45,7 @@ def random_arrays(config, dtype):
 @pytest.fixture
 def checkpoint(tmp_path):
     """A directory to damage: a copy of the golden GQA checkpoint, and a way to write other tensors into it."""
-    directory = tmp_path / "model"
-    directory.mkdir()
-    shutil.copyfile(GQA / "config.json", directory / "config.json")
-    shutil.copyfile(GQA / "model.safetensors", directory / "model.safetensors")
-    return directory
+    return golden_copy("ouro-tiny-gqa", tmp_path / "model")
 
 
 def rewrite(directory, change):

@@ -12,7 +12,6 @@ import pytest
 from dacite import Config, from_dict
 from matplotlib import image
 
-import hla_jax
 from hla_jax.attention.eviction import Evicted
 from hla_jax.attention.full import FullCache
 from hla_jax.attention.hla import HLA
@@ -34,7 +33,7 @@ from hla_jax.training.loop import LoopConfig
 from hla_jax.training.on_policy import OnPolicyConfig
 from hla_jax.training.optimizer import OptimizerConfig
 from hla_jax.training.uptrain import UptrainConfig
-from tiny import tiny_config
+from tiny import copy_tokenizer, tiny_config
 
 CONFIG = tiny_config(vocab_size=1024, num_loops=2, num_layers=1, num_heads=2)
 LOSSLESS = "LLA 1x"
@@ -44,8 +43,7 @@ LOSSLESS = "LLA 1x"
 def job(tmp_path_factory) -> Comparison:
     model = tmp_path_factory.mktemp("model") / "tiny"
     weights.save_params(weights.init_params(CONFIG, jax.random.key(0)), CONFIG, model)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(hla_jax.NANO / name, model / name)
+    copy_tokenizer(model)
     text = model / "text.jsonl"
     words = np.random.default_rng(0).choice(
         ["for x in y:", "return None", "def f(a, b):", "import os", "x += 1"], (40, 12)

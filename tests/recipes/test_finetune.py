@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from hla_jax.recipes import finetune
 from hla_jax.training.finetune import FinetuneConfig, Finetuned
 from hla_jax.training.loop import LoopConfig
 from hla_jax.training.optimizer import OptimizerConfig
-from tests.tiny import random_hla, tiny_config
+from tests.tiny import copy_tokenizer, random_hla, tiny_config
 
 CONFIG = tiny_config(vocab_size=1024, num_loops=2, num_layers=1)
 
@@ -25,8 +24,7 @@ def save(directory, attention=None):
     """A model with the embedded one's tokenizer."""
     params = weights.init_params(CONFIG, jax.random.key(0))
     hla_jax.export(hla_jax.Model(CONFIG, params), attention, directory)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(hla_jax.NANO / name, directory / name)
+    copy_tokenizer(directory)
     return str(directory)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import pytest
@@ -19,7 +18,7 @@ from hla_jax.recipes import uptrain
 from hla_jax.training.loop import LoopConfig
 from hla_jax.training.optimizer import OptimizerConfig
 from hla_jax.training.uptrain import LongDocuments, UptrainConfig
-from tiny import tiny_config
+from tiny import copy_tokenizer, tiny_config
 
 CONFIG = tiny_config(vocab_size=1024, num_loops=2, num_layers=1, num_heads=2)
 
@@ -28,8 +27,7 @@ CONFIG = tiny_config(vocab_size=1024, num_loops=2, num_layers=1, num_heads=2)
 def job(tmp_path_factory) -> uptrain.Job:
     model = tmp_path_factory.mktemp("model") / "tiny"
     weights.save_params(weights.init_params(CONFIG, jax.random.key(0)), CONFIG, model)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(hla_jax.NANO / name, model / name)
+    copy_tokenizer(model)
     return uptrain.Job(
         model=str(model),
         dtype="float32",

@@ -24,16 +24,13 @@ from hla_jax.model import Model, load
 from hla_jax.models import weights
 from hla_jax.serving.export import ExportError, export
 from hla_jax.tensor_files import WeightsError
-from tiny import GOLDEN, golden
+from tiny import GOLDEN, golden, golden_copy
 
 
 @pytest.fixture
 def base(tmp_path):
     """A copy of a golden checkpoint, with a tokenizer file beside it."""
-    directory = tmp_path / "base"
-    directory.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(GOLDEN / "ouro-tiny" / name, directory / name)
+    directory = golden_copy("ouro-tiny", tmp_path / "base")
     (directory / "tokenizer.json").write_text("{}")
     (directory / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
     (directory / "optimizer.json").write_text("{}")

@@ -1,7 +1,6 @@
 """Exports of Huginn: every scheme reads back bit by bit, beside the tensors of the published file."""
 
 import json
-import shutil
 
 import jax
 import numpy as np
@@ -19,7 +18,7 @@ from hla_jax.attention.shared import SharedLoop
 from hla_jax.model import load, load_attention
 from hla_jax.serving.export import ExportError, export
 from hla_jax.tensor_files import WeightsError
-from tiny import GOLDEN, random_maps
+from tiny import golden_copy, random_maps
 
 SCHEMES = (
     HLA(24, 18, 12, 3),
@@ -36,11 +35,7 @@ SCHEMES = (
 
 @pytest.fixture
 def base(tmp_path):
-    directory = tmp_path / "base"
-    directory.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(GOLDEN / "huginn-tiny" / name, directory / name)
-    return directory
+    return golden_copy("huginn-tiny", tmp_path / "base")
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from hla_jax.model import Model, load
 from hla_jax.serving.export import export
 from hla_jax.serving.torch.modeling_ouro import OuroForCausalLM, OuroHLAForCausalLM
 from serving.torch_cases import PROMPTS, forced, from_directory, golden_directory
-from tiny import GOLDEN, random_maps, tiny_config, tiny_params
+from tiny import golden_copy, random_maps, tiny_config, tiny_params
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread", "own_modules")]
 
@@ -83,11 +83,7 @@ def test_missing_and_unknown_tensors_are_named(hla_directory, name, problem):
 
 @pytest.fixture
 def golden_base(tmp_path):
-    base = tmp_path / "base"
-    base.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(GOLDEN / "ouro-tiny" / name, base / name)
-    return base
+    return golden_copy("ouro-tiny", tmp_path / "base")
 
 
 def test_maps_only_directories_find_their_base(golden_base, tmp_path):
